@@ -1,0 +1,47 @@
+# Two commands do everything: `make train` and `make test`. Both set up what they need first.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+VENV ?= .venv
+export VENV
+PY := $(VENV)/bin/python
+# Extra arguments of the run: make train ARGS="--workdir=runs/one --config.seed=1"
+ARGS ?=
+# Extra arguments of pytest: make test TESTS="tests/rl -k clip"
+TESTS ?=
+# Workers of pytest, and the longest one test may take.
+WORKERS ?= 2
+export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
+
+.PHONY: help setup setup-test train test lint format verify-%
+
+help:
+	@echo "make train  set up, then run the main job (ARGS=... adds flags)"
+	@echo "make test   set up, then run every test (TESTS=... picks some)"
+	@echo "make setup  set up alone: Debian packages as root, .venv, the sandbox base image"
+	@echo "make lint   format check, lint, types, floors and wings"
+	@echo "make verify-01-main-job  measure what the main job promises; writes docs/verify/"
+
+setup:
+	@.ci/setup train
+
+setup-test:
+	@.ci/setup test
+
+train: setup
+	$(PY) launchers/train.py --config=configs/swe.py $(ARGS)
+
+test: setup-test
+	.ci/dockerd $(PY) -m pytest -n $(WORKERS) --dist=loadgroup $(TESTS)
+
+lint: setup
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+format: setup
+	$(VENV)/bin/ruff format .
+	$(VENV)/bin/ruff check --fix .
+
+verify-%: setup-test
+	$(PY) benchmarks/verify.py $*

@@ -1,0 +1,65 @@
+"""What every launcher shares: the --config flag, its errors, and one place where errors end."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+
+from absl import app, flags
+from ml_collections import config_flags
+
+from skyrl_jax.core.config import RunConfig, known_keys, parse_config, unknown_key_message
+from skyrl_jax.core.errors import ConfigError, SkyrlError
+from skyrl_jax.core.validate import validate_config
+
+
+def define_config_flag() -> flags.FlagHolder:
+    """Define ``--config=FILE[:PRESET]`` with ``--config.section.key=value`` overrides."""
+    return config_flags.DEFINE_config_file(
+        "config", None, "configuration file, e.g. configs/swe.py or configs/swe.py:quickstart"
+    )
+
+
+def read_config(holder: flags.FlagHolder) -> RunConfig:
+    """Parse and check the configuration.
+
+    Raises:
+        ConfigError: no --config, or a bad value, by dotted path.
+    """
+    values = holder.value
+    if values is None:
+        raise ConfigError("--config is missing; try --config=configs/swe.py")
+    return validate_config(parse_config(values.to_dict()))
+
+
+def run_main(main: Callable[[list[str]], int | None]) -> None:
+    """Run ``main`` under absl; an expected error becomes one line and exit code 2."""
+    bad = _unknown_override(sys.argv[1:])
+    if bad:
+        print(f"error: {bad}", file=sys.stderr)
+        sys.exit(2)
+
+    def guarded(argv: list[str]) -> int | None:
+        if len(argv) > 1:
+            print(f"error: unexpected argument {argv[1]!r}; flags start with --", file=sys.stderr)
+            return 2
+        try:
+            return main(argv)
+        except SkyrlError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+
+    app.run(guarded)
+
+
+def _unknown_override(argv: Sequence[str]) -> str:
+    """Find ``--config.a.b`` that names no key: absl's own text does not name the nearest one."""
+    known = set(known_keys())
+    sections = {key.split(".")[0] for key in known}
+    for item in argv:
+        if not item.startswith("--config."):
+            continue
+        path = item[len("--config.") :].split("=")[0]
+        if path not in known and path not in sections:
+            return unknown_key_message(path)
+    return ""

@@ -1,0 +1,285 @@
+"""The configuration of a run: frozen dataclasses, parsed once from a nested mapping.
+
+Unknown and missing keys are refused by dotted path. Only launchers/ and configs/ know absl flags
+and ml_collections; everything else receives these values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from skyrl_jax.core.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """Shape of a decoder-only language model in the field's usual names (HF config.json)."""
+
+    family: str  # "qwen3"
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    rope_theta: float
+    rms_norm_eps: float
+    tie_embeddings: bool
+    max_position: int
+    checkpoint: str  # HF directory to start from; "" = random init
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeshConfig:
+    """Devices per mesh axis; -1 = all that remain."""
+
+    data: int
+    fsdp: int
+    tensor: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearnerConfig:
+    """Optimizer and train step."""
+
+    lr: float
+    warmup_steps: int
+    weight_decay: float
+    beta1: float
+    beta2: float
+    max_grad_norm: float
+    compute_dtype: str  # "float32" | "bfloat16"
+    row_length: int  # tokens per packed row
+    micro_rows: int  # rows per micro-batch
+    updates_per_batch: int  # optimizer updates (mini-batches) over each batch
+    epochs_per_batch: int
+    logprob_chunk: int  # tokens per chunk of the head
+    remat: str  # "full" | "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ObjectiveConfig:
+    """What is maximised."""
+
+    advantage: str  # "grpo" | "rloo" | "gae"
+    normalize_std: bool
+    clip_low: float
+    clip_high: float
+    dual_clip: float  # 0 = off
+    kl_coef: float
+    kl_kind: str  # "k3"
+    entropy_coef: float
+    reduction: str  # "token_mean" | "sequence_mean" | "sequence_sum_norm"
+    reduction_norm: float  # the constant of sequence_sum_norm, tokens
+    permute_rewards: bool  # control run: rewards shuffled over the batch
+    masked_reasons: tuple[str, ...]  # truncation reasons kept in the statistics, not in the loss
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutConfig:
+    """How episodes are collected."""
+
+    tasks_per_step: int
+    samples_per_task: int
+    temperature: float
+    top_p: float
+    top_k: int
+    max_turns: int
+    max_prompt_tokens: int
+    max_new_tokens: int  # per turn
+    max_episode_tokens: int  # prompt + everything after it
+    live_sandboxes: int  # one semaphore
+    init_concurrency: int
+    grade_concurrency: int
+    init_timeout_s: float
+    run_timeout_s: float
+    grade_timeout_s: float
+    breaker: int  # host failures in a row that stop the run
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentConfig:
+    """The scaffold."""
+
+    kind: str  # "codeact"
+    prompt_style: str  # "compact" (tiny policies) | "full"
+    observation_tokens: int  # cut of one observation
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """The generation servers."""
+
+    servers: tuple[str, ...]  # base URLs; () = start the embedded engine as a child
+    slots: int
+    max_context: int
+    prefill_chunk: int
+    prefill_rows: int
+    decode_steps: int  # tokens per device dispatch
+    request_timeout_s: float
+    start_timeout_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxConfig:
+    """Where commands run."""
+
+    backend: str  # "bwrap" | "docker" | "process"
+    image: str  # "" = the base image made on this machine
+    cpus: float
+    memory_mb: int
+    pids: int
+    disk_mb: int
+    command_timeout_s: float
+    lifetime_s: float
+    best_effort: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TasksConfig:
+    """Where tasks come from."""
+
+    source: str  # "synthetic" | path of SWE-bench rows (JSON, JSONL, parquet)
+    train: int
+    heldout: int
+    unseen: int
+    seed: int  # of task making; the run's own seed does not change the tasks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SftConfig:
+    """Warm start on scripted repairs."""
+
+    max_steps: int  # 0 = no warm start
+    lr: float
+    batch_rows: int
+    prompt_loss_weight: float
+    target_success: float  # stop when the sampled success estimate reaches this
+    probe_every: int
+    probe_episodes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvalConfig:
+    """Evaluation before and after."""
+
+    episodes: int
+    unseen_episodes: int
+    greedy: bool
+    temperature: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig:
+    """The loop."""
+
+    steps: int
+    time_limit_s: float  # 0 = none; the loop stops in time to evaluate
+    checkpoint_every: int
+    keep_checkpoints: int
+    keep_weight_versions: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig:
+    """Everything a run depends on; equal configs and seeds give equal runs."""
+
+    name: str
+    seed: int
+    model: ModelConfig
+    mesh: MeshConfig
+    learner: LearnerConfig
+    objective: ObjectiveConfig
+    rollout: RolloutConfig
+    agent: AgentConfig
+    engine: EngineConfig
+    sandbox: SandboxConfig
+    tasks: TasksConfig
+    sft: SftConfig
+    eval: EvalConfig
+    train: TrainConfig
+
+
+def parse_config(values: Mapping[str, Any]) -> RunConfig:
+    """Turn a nested mapping into a RunConfig.
+
+    Raises:
+        ConfigError: unknown key (with the nearest known one), missing key, or wrong type, each by
+            dotted path.
+    """
+    return typing.cast(RunConfig, _parse(RunConfig, values, ""))
+
+
+def flatten_config(config: Any, prefix: str = "") -> dict[str, Any]:
+    """Return {dotted path: plain value} of a config, for fingerprints and diffs."""
+    flat: dict[str, Any] = {}
+    for item in dataclasses.fields(config):
+        value = getattr(config, item.name)
+        path = f"{prefix}{item.name}"
+        if dataclasses.is_dataclass(value):
+            flat.update(flatten_config(value, path + "."))
+        else:
+            flat[path] = list(value) if isinstance(value, tuple) else value
+    return flat
+
+
+def diff_config(before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Return {dotted path: (before, after)} of the keys whose values differ."""
+    keys = sorted(set(before) | set(after))
+    return {
+        key: (before.get(key), after.get(key)) for key in keys if before.get(key) != after.get(key)
+    }
+
+
+def known_keys(cls: type = RunConfig, prefix: str = "") -> list[str]:
+    """Return every dotted leaf path of a config class."""
+    hints = typing.get_type_hints(cls)
+    keys: list[str] = []
+    for item in dataclasses.fields(cls):
+        kind = hints[item.name]
+        path = f"{prefix}{item.name}"
+        keys += known_keys(kind, path + ".") if dataclasses.is_dataclass(kind) else [path]
+    return keys
+
+
+def unknown_key_message(path: str) -> str:
+    """Say that ``path`` is no key and name the nearest one."""
+    near = difflib.get_close_matches(path, known_keys(), n=1, cutoff=0.0)
+    return f"unknown config key {path!r}; the nearest known key is {near[0]!r}"
+
+
+def _parse(cls: type, values: Mapping[str, Any], prefix: str) -> Any:
+    if not isinstance(values, Mapping):
+        raise ConfigError(f"config section {prefix[:-1]!r} must be a mapping, got {values!r}")
+    hints = typing.get_type_hints(cls)
+    names = {item.name for item in dataclasses.fields(cls)}
+    for key in values:
+        if key not in names:
+            raise ConfigError(unknown_key_message(f"{prefix}{key}"))
+    missing = sorted(names - set(values))
+    if missing:
+        raise ConfigError(f"missing config key {prefix + missing[0]!r}")
+    return cls(**{k: _value(hints[k], values[k], f"{prefix}{k}") for k in names})
+
+
+def _value(kind: Any, value: Any, path: str) -> Any:
+    if dataclasses.is_dataclass(kind):
+        return _parse(typing.cast(type, kind), value, path + ".")
+    if typing.get_origin(kind) is tuple:
+        if not isinstance(value, list | tuple) or not all(isinstance(v, str) for v in value):
+            raise ConfigError(f"config key {path!r} must be a list of strings, got {value!r}")
+        return tuple(value)
+    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+        return float(value)
+    wrong_bool = isinstance(value, bool) and kind is not bool
+    if isinstance(kind, types.UnionType) or wrong_bool or not isinstance(value, kind):
+        raise ConfigError(f"config key {path!r} must be {kind.__name__}, got {value!r}")
+    return value

@@ -1,0 +1,137 @@
+"""The whole state of a learner, and Batch as a pytree."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int
+
+from skyrl_jax.core.config import LearnerConfig, ModelConfig
+from skyrl_jax.core.types import Batch
+from skyrl_jax.learner.optimizer import make_optimizer
+from skyrl_jax.models.decoder import abstract_params, init_params
+from skyrl_jax.models.sharding import param_shardings, row_sharding, spec
+
+Params = Any
+
+# core/ knows no jax; this is where Batch learns to enter a jitted function.
+jax.tree_util.register_dataclass(
+    Batch,
+    data_fields=[
+        "tokens",
+        "segment_ids",
+        "positions",
+        "behavior_logprobs",
+        "advantages",
+        "loss_weights",
+        "temperature",
+        "channels",
+    ],
+    meta_fields=[],
+)
+
+
+class TrainState(NamedTuple):
+    """Everything an update reads and writes. ``step`` counts optimizer updates."""
+
+    step: Int[Array, ""]
+    params: Params
+    opt_state: Any
+
+
+def init_state(
+    model_cfg: ModelConfig,
+    learner_cfg: LearnerConfig,
+    key: Array,
+    mesh: jax.sharding.Mesh | None = None,
+) -> TrainState:
+    """Return a fresh state, sharded over ``mesh`` where one is given."""
+    shardings = None if mesh is None else param_shardings(model_cfg, mesh)
+    params = init_params(model_cfg, key, shardings)
+    return state_from_params(model_cfg, learner_cfg, params, mesh)
+
+
+def state_from_params(
+    model_cfg: ModelConfig,
+    learner_cfg: LearnerConfig,
+    params: Params,
+    mesh: jax.sharding.Mesh | None = None,
+) -> TrainState:
+    """Return a state with given params (e.g. after a warm start) and a fresh optimizer.
+
+    The params are copied: the train step donates its state, and the caller keeps its own tree.
+    """
+    shardings = None if mesh is None else state_shardings(model_cfg, learner_cfg, mesh)
+    optimizer = make_optimizer(learner_cfg)
+
+    def make(given: Params) -> TrainState:
+        ours = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), given)
+        return TrainState(jnp.zeros((), jnp.int32), ours, optimizer.init(ours))
+
+    state: TrainState = jax.jit(make, out_shardings=shardings)(params)
+    return state
+
+
+def abstract_state(model_cfg: ModelConfig, learner_cfg: LearnerConfig) -> TrainState:
+    """Return the state as shapes and dtypes (what a checkpoint is restored into)."""
+    params = abstract_params(model_cfg)
+    opt_state = jax.eval_shape(make_optimizer(learner_cfg).init, params)
+    return TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, opt_state)
+
+
+def state_shardings(
+    model_cfg: ModelConfig, learner_cfg: LearnerConfig, mesh: jax.sharding.Mesh
+) -> TrainState:
+    """Return a sharding per leaf: moments lie where their parameters lie, counters everywhere."""
+    by_path = {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(param_shardings(model_cfg, mesh))
+    }
+    everywhere = jax.sharding.NamedSharding(mesh, spec(mesh, (), ()))
+
+    def one(path: Any, leaf: Any) -> Any:
+        name = jax.tree_util.keystr(path)
+        near = [s for key, s in by_path.items() if leaf.ndim and name.endswith(key)]
+        return near[0] if near else everywhere
+
+    shardings: TrainState = jax.tree_util.tree_map_with_path(
+        one, abstract_state(model_cfg, learner_cfg)
+    )
+    return shardings
+
+
+def shard_batch(mesh: jax.sharding.Mesh, batch: Batch) -> Batch:
+    """Put a numpy batch on the mesh, rows over data x fsdp."""
+    placed: Batch = jax.tree.map(lambda x: jax.device_put(x, row_sharding(mesh, x.shape)), batch)
+    return placed
+
+
+def pad_rows(batch: Batch, num_rows: int) -> Batch:
+    """Append empty rows (segment 0, weight 0, temperature 1) up to a fixed number of rows.
+
+    One shape means one compiled program; micro-batches without a trained token are not run.
+
+    Raises:
+        ValueError: the batch has more rows than that.
+    """
+    have = batch.tokens.shape[0]
+    if have > num_rows:
+        raise ValueError(f"batch has {have} rows, more than the fixed shape of {num_rows}")
+
+    def pad(x: Any, fill: float = 0) -> Any:
+        return np.pad(np.asarray(x), ((0, num_rows - have), (0, 0)), constant_values=fill)
+
+    padded: Batch = jax.tree.map(pad, batch)
+    return type(batch)(
+        tokens=padded.tokens,
+        segment_ids=padded.segment_ids,
+        positions=padded.positions,
+        behavior_logprobs=padded.behavior_logprobs,
+        advantages=padded.advantages,
+        loss_weights=padded.loss_weights,
+        temperature=pad(batch.temperature, 1),
+        channels=padded.channels,
+    )

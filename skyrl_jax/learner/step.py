@@ -1,0 +1,258 @@
+"""The train step and the scoring step: pure, jitted, one program for any micro-batch count.
+
+    batch [B, T] -> B / micro_rows micro-batches -> score -> sum(loss_weights * loss) -> gradients
+    added in fp32 -> clip, AdamW
+
+Every reduction is baked into ``loss_weights``, so the split changes nothing but memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+
+from skyrl_jax.core.config import LearnerConfig, ModelConfig, ObjectiveConfig
+from skyrl_jax.core.errors import ConfigError
+from skyrl_jax.core.types import Batch
+from skyrl_jax.learner.optimizer import learning_rate, make_optimizer
+from skyrl_jax.learner.state import Params, TrainState, state_shardings
+from skyrl_jax.models import decoder
+from skyrl_jax.models.sharding import row_sharding
+from skyrl_jax.rl import diagnostics
+from skyrl_jax.rl.diagnostics import Tally
+from skyrl_jax.rl.kl import kl_estimate
+from skyrl_jax.rl.logprobs import TokenStats, shift_right, token_logprobs
+from skyrl_jax.rl.losses import cross_entropy_loss, masked_log_ratio, ppo_clip_loss
+
+ScoreFn = Callable[[Params, Batch], TokenStats]
+LossFn = Callable[[TokenStats, Batch], tuple[Float[Array, ""], Tally]]
+Metrics = dict[str, Array]
+TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
+
+
+def make_score_fn(
+    model_cfg: ModelConfig, learner_cfg: LearnerConfig, *, entropy_gradient: bool = False
+) -> ScoreFn:
+    """Return ``score_fn(params, batch) -> TokenStats`` of a language model."""
+    dtypes = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
+    if learner_cfg.compute_dtype not in dtypes:
+        raise ConfigError(
+            f"config key 'learner.compute_dtype' is {learner_cfg.compute_dtype!r}; known: "
+            + ", ".join(dtypes)
+        )
+    if learner_cfg.remat not in ("full", "none"):
+        raise ConfigError(f"config key 'learner.remat' is {learner_cfg.remat!r}; known: full, none")
+    decoder.check_config(model_cfg)
+
+    def score(params: Params, batch: Batch) -> TokenStats:
+        tokens = jnp.asarray(batch.tokens)
+        hidden = decoder.hidden_fn(
+            model_cfg,
+            params,
+            tokens,
+            jnp.asarray(batch.positions),
+            jnp.asarray(batch.segment_ids),
+            dtype=dtypes[learner_cfg.compute_dtype],
+            remat=learner_cfg.remat,
+        )
+        logprobs, entropy = token_logprobs(
+            shift_right(hidden).reshape(tokens.size, -1),
+            decoder.head(model_cfg, params),
+            tokens.reshape(-1),
+            jnp.asarray(batch.temperature).reshape(-1),
+            chunk=learner_cfg.logprob_chunk,
+            entropy_gradient=entropy_gradient,
+        )
+        # The first token of a segment has no predecessor that may be read.
+        first = jnp.asarray(batch.positions) == 0
+        return TokenStats(
+            jnp.where(first, 0.0, logprobs.reshape(tokens.shape)),
+            jnp.where(first, 0.0, entropy.reshape(tokens.shape)),
+        )
+
+    return score
+
+
+def policy_loss(objective: ObjectiveConfig) -> LossFn:
+    """Return sum(w (clipped policy loss + kl_coef KL to the reference - entropy_coef entropy)).
+
+    The ratio is taken against channel ``proximal_logprobs`` where the batch has it (several
+    updates over one batch whose engine log-probs differ from the learner's), else against
+    ``behavior_logprobs``. With ``kl_coef`` the batch must have channel ``ref_logprobs``.
+    """
+
+    def loss(stats: TokenStats, batch: Batch) -> tuple[Array, Tally]:
+        weights = jnp.asarray(batch.loss_weights)
+        mask = weights != 0
+        channels = batch.channels
+        behavior = jnp.asarray(batch.behavior_logprobs)
+        anchor = jnp.asarray(channels.get("proximal_logprobs", behavior))
+        log_ratio = masked_log_ratio(stats.logprobs, anchor, mask)
+        clip = {"clip_low": objective.clip_low, "clip_high": objective.clip_high}
+        advantages = jnp.where(mask, jnp.asarray(batch.advantages), 0.0)
+        per_token = ppo_clip_loss(log_ratio, advantages, dual_clip=objective.dual_clip, **clip)
+        tally = diagnostics.policy_tally(
+            stats.logprobs, behavior, log_ratio, advantages, stats.entropy, mask, **clip
+        )
+        if objective.kl_coef:
+            if "ref_logprobs" not in channels:
+                raise ConfigError("'objective.kl_coef' is not 0 but the batch has no ref_logprobs")
+            from_ref = masked_log_ratio(stats.logprobs, jnp.asarray(channels["ref_logprobs"]), mask)
+            kl = jnp.where(mask, kl_estimate(from_ref, objective.kl_kind), 0.0)
+            per_token = per_token + objective.kl_coef * kl
+            tally.sums["ref_kl"] = jnp.sum(kl)
+        if objective.entropy_coef:
+            per_token = per_token - objective.entropy_coef * stats.entropy
+        return jnp.sum(weights * jnp.where(mask, per_token, 0.0)), tally
+
+    return loss
+
+
+def supervised_loss() -> LossFn:
+    """Return sum(w * -log p(token)); the weights hold mask, reduction and prompt weight."""
+
+    def loss(stats: TokenStats, batch: Batch) -> tuple[Array, Tally]:
+        weights = jnp.asarray(batch.loss_weights)
+        mask = weights != 0
+        tally = diagnostics.supervised_tally(stats.logprobs, stats.entropy, mask)
+        return jnp.sum(weights * cross_entropy_loss(stats.logprobs, mask)), tally
+
+    return loss
+
+
+def make_train_step(
+    model_cfg: ModelConfig,
+    learner_cfg: LearnerConfig,
+    objective: ObjectiveConfig | None,
+    mesh: jax.sharding.Mesh | None = None,
+    *,
+    score_fn: ScoreFn | None = None,
+) -> TrainStep:
+    """Return the jitted ``train_step(state, batch) -> (state, metrics)``; the state is donated.
+
+    Args:
+        model_cfg: the model's shape.
+        learner_cfg: optimizer, micro-batch and precision.
+        objective: the RL objective, or ``None`` for supervised fine-tuning.
+        mesh: devices to shard over, or ``None`` for one device.
+        score_fn: another policy than the language model of ``model_cfg``.
+    """
+    entropy_gradient = objective is not None and objective.entropy_coef != 0
+    score = score_fn or make_score_fn(model_cfg, learner_cfg, entropy_gradient=entropy_gradient)
+    loss_fn = policy_loss(objective) if objective is not None else supervised_loss()
+    optimizer, schedule = make_optimizer(learner_cfg), learning_rate(learner_cfg)
+
+    def total_loss(params: Params, micro: Batch) -> tuple[Array, Tally]:
+        return loss_fn(score(params, micro), micro)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        micro = _split(batch, learner_cfg.micro_rows, mesh)
+        trained = jnp.any(micro.loss_weights != 0, axis=(1, 2))
+        loss, tally, grads = _accumulate(total_loss, state.params, micro, _used(trained))
+        grad_norm = optax.global_norm(grads)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics = diagnostics.finish(tally) | {
+            "loss": loss,
+            "grad_norm": grad_norm,
+            "update_norm": optax.global_norm(updates),
+            "lr": schedule(optax.tree_utils.tree_get(state.opt_state, "count")),
+            "num_skipped_updates": opt_state.num_skipped,
+        }
+        return TrainState(state.step + 1, params, opt_state), metrics
+
+    out = None
+    if mesh is not None:
+        out = (state_shardings(model_cfg, learner_cfg, mesh), None)
+    return jax.jit(train_step, donate_argnums=0, out_shardings=out)
+
+
+def make_sft_step(
+    model_cfg: ModelConfig, learner_cfg: LearnerConfig, mesh: jax.sharding.Mesh | None = None
+) -> TrainStep:
+    """Return the train step of supervised fine-tuning: loss = sum(loss_weights * -log p)."""
+    return make_train_step(model_cfg, learner_cfg, None, mesh)
+
+
+def make_logprob_step(
+    model_cfg: ModelConfig,
+    learner_cfg: LearnerConfig,
+    mesh: jax.sharding.Mesh | None = None,
+    *,
+    score_fn: ScoreFn | None = None,
+) -> Callable[[Params, Batch], TokenStats]:
+    """Return the jitted ``logprob_step(params, batch) -> TokenStats`` (log-probs and entropies)."""
+    score = score_fn or make_score_fn(model_cfg, learner_cfg)
+
+    def logprob_step(params: Params, batch: Batch) -> TokenStats:
+        micro = _split(batch, learner_cfg.micro_rows, mesh)
+        zeros = jnp.zeros(micro.tokens.shape, jnp.float32)
+
+        def body(i: Array, carry: tuple[Array, Array]) -> tuple[Array, Array]:
+            stats = score(params, _pick(micro, i))
+            return carry[0].at[i].set(stats.logprobs), carry[1].at[i].set(stats.entropy)
+
+        used = _used(jnp.any(micro.segment_ids != 0, axis=(1, 2)))
+        logprobs, entropy = jax.lax.fori_loop(0, used, body, (zeros, zeros))
+        shape = batch.tokens.shape
+        return TokenStats(logprobs.reshape(shape), entropy.reshape(shape))
+
+    return jax.jit(logprob_step)
+
+
+def _split(batch: Batch, micro_rows: int, mesh: jax.sharding.Mesh | None) -> Batch:
+    rows = batch.tokens.shape[0]
+    if rows % micro_rows:
+        raise ConfigError(
+            f"batch of {rows} rows cannot be split into micro-batches of 'learner.micro_rows' = "
+            f"{micro_rows}; pad it to a multiple (learner.state.pad_rows)"
+        )
+
+    def one(x: Any) -> Array:
+        y = jnp.asarray(x).reshape(rows // micro_rows, micro_rows, *x.shape[1:])
+        if mesh is None:
+            return y
+        return jax.lax.with_sharding_constraint(y, row_sharding(mesh, y.shape, lead=1))
+
+    split: Batch = jax.tree.map(one, batch)
+    return split
+
+
+def _pick(micro: Batch, i: Array) -> Batch:
+    def one(x: Array) -> Array:
+        return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
+
+    picked: Batch = jax.tree.map(one, micro)
+    return picked
+
+
+def _used(flags: Array) -> Array:
+    """Return 1 + the index of the last True (0 if none): trailing empty micro-batches cost 0."""
+    return jnp.max(jnp.where(flags, jnp.arange(1, flags.size + 1), 0))
+
+
+def _accumulate(
+    total_loss: Callable[[Params, Batch], tuple[Array, Tally]],
+    params: Params,
+    micro: Batch,
+    used: Array,
+) -> tuple[Array, Tally, Params]:
+    """Sum loss, tally and fp32 gradients over the first ``used`` micro-batches."""
+    gradient = jax.value_and_grad(total_loss, has_aux=True)
+
+    def body(i: Array, carry: Any) -> Any:
+        loss, tally, grads = carry
+        (part, new_tally), new = gradient(params, _pick(micro, i))
+        summed = jax.tree.map(lambda g, n: g + n.astype(jnp.float32), grads, new)
+        return loss + part, diagnostics.merge(tally, new_tally), summed
+
+    shapes = jax.eval_shape(total_loss, params, _pick(micro, jnp.zeros((), jnp.int32)))
+    zero = jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), shapes)
+    grads = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    loss, tally, grads = jax.lax.fori_loop(0, used, body, (*zero, grads))
+    return loss, tally, grads

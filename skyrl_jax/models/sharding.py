@@ -1,0 +1,108 @@
+"""Logical axis names beside each parameter, and one table from them to mesh axes.
+
+Mesh axes: ``data`` (replicas), ``fsdp`` (parameters and rows), ``tensor`` (heads, ffn, vocabulary),
+``context`` (tokens of a row).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from skyrl_jax.core.config import MeshConfig, ModelConfig
+from skyrl_jax.core.errors import ConfigError
+from skyrl_jax.models.decoder import abstract_params
+
+AXES = ("data", "fsdp", "tensor", "context")
+
+# Logical axes of every leaf.
+LOGICAL: dict[str, dict[str, tuple[str, ...]]] = {
+    "embed": {"embedding": ("vocab", "embed")},
+    "layers": {
+        "attn_norm": ("layers", "embed"),
+        "q": ("layers", "model", "heads"),
+        "k": ("layers", "model", "kv_heads"),
+        "v": ("layers", "model", "kv_heads"),
+        "o": ("layers", "heads", "model"),
+        "q_norm": ("layers", "head_dim"),
+        "k_norm": ("layers", "head_dim"),
+        "mlp_norm": ("layers", "embed"),
+        "gate": ("layers", "model", "ffn"),
+        "up": ("layers", "model", "ffn"),
+        "down": ("layers", "ffn", "model"),
+    },
+    "final_norm": {"scale": ("embed",)},
+    "lm_head": {"kernel": ("embed", "vocab")},
+}
+
+# The one table from logical axes to mesh axes.
+RULES: dict[str, tuple[str, ...]] = {
+    "layers": (),
+    "embed": (),
+    "head_dim": (),
+    "model": ("fsdp",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "ffn": ("tensor",),
+    "vocab": ("fsdp", "tensor"),
+    "rows": ("data", "fsdp"),
+    "tokens": ("context",),
+}
+
+
+def make_mesh(cfg: MeshConfig) -> Mesh:
+    """Return a mesh over the devices; one axis may be -1 = all that remain.
+
+    Raises:
+        ConfigError: the axes do not fit the number of devices.
+    """
+    sizes = [cfg.data, cfg.fsdp, cfg.tensor, cfg.context]
+    num = jax.device_count()
+    if sizes.count(-1) > 1 or any(s == 0 or s < -1 for s in sizes):
+        raise ConfigError(
+            f"config section 'mesh' is {dict(zip(AXES, sizes, strict=True))}: each axis must be "
+            "positive, at most one of them -1 (= all devices that remain)"
+        )
+    known = math.prod(s for s in sizes if s > 0)
+    if num % known if -1 in sizes else num < known:
+        raise ConfigError(
+            f"config section 'mesh' is {dict(zip(AXES, sizes, strict=True))}, which does not fit "
+            f"the {num} devices that jax sees; make their product a divisor of {num}"
+        )
+    sizes = [num // known if s == -1 else s for s in sizes]
+    return jax.make_mesh(
+        tuple(sizes),
+        AXES,
+        axis_types=(AxisType.Auto,) * len(AXES),
+        devices=np.asarray(jax.devices()[: math.prod(sizes)]),
+    )
+
+
+def spec(mesh: Mesh, logical: tuple[str | None, ...], shape: tuple[int, ...]) -> PartitionSpec:
+    """Return the partition of one array: mesh axes that divide its dimensions, else replicated."""
+    dims = []
+    for name, size in zip(logical, shape, strict=True):
+        axes = tuple(a for a in (RULES[name] if name else ()) if mesh.shape[a] > 1)
+        while axes and size % math.prod(mesh.shape[a] for a in axes):
+            axes = axes[:-1]
+        dims.append(axes or None)
+    return PartitionSpec(*dims)
+
+
+def param_shardings(cfg: ModelConfig, mesh: Mesh) -> Any:
+    """Return a NamedSharding for each parameter (the tree of ``init_params``)."""
+
+    def one(path: Any, leaf: Any) -> NamedSharding:
+        group, name = (p.key for p in path)
+        return NamedSharding(mesh, spec(mesh, LOGICAL[group][name], leaf.shape))
+
+    return jax.tree_util.tree_map_with_path(one, abstract_params(cfg))
+
+
+def row_sharding(mesh: Mesh, shape: tuple[int, ...], lead: int = 0) -> NamedSharding:
+    """Return the sharding of a [..., B, T] batch array with ``lead`` leading unsharded axes."""
+    return NamedSharding(mesh, spec(mesh, (None,) * lead + ("rows", "tokens"), shape))

@@ -1,0 +1,117 @@
+"""The run folder: who owns it, which configuration it belongs to, and where each file lies.
+
+    WORKDIR/config.json   the configuration of the run (a changed one is refused)
+            lock          held while a process uses the folder
+            cache/        tokenizer, task trees (may be deleted)
+            checkpoints/  full training states      weights/  published versions
+            rollouts/     every episode             eval/     evaluations
+            metrics.jsonl summary.json report.html tensorboard/
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from skyrl_jax.core.config import RunConfig, diff_config, flatten_config
+from skyrl_jax.core.errors import ConfigError
+
+# Keys that say where or how long to run, never what is computed.
+_FREE_KEYS = ("train.steps", "train.time_limit_s", "train.keep_checkpoints")
+
+
+class Workdir:
+    """Owns a run folder while the ``with`` block lasts.
+
+    Args:
+        root: the folder; made if absent.
+        config: the run's configuration.
+        allow_change: dotted keys whose change on resume is accepted (and logged).
+
+    Raises:
+        ConfigError: another process uses the folder, or the configuration differs.
+    """
+
+    def __init__(self, root: Path, config: RunConfig, allow_change: Iterable[str] = ()) -> None:
+        """Remember the arguments; nothing is touched before ``__enter__``."""
+        self.root = root.absolute()
+        self._config = config
+        self._allow = tuple(allow_change)
+        self._lock: int | None = None
+
+    def __enter__(self) -> Workdir:
+        """Lock the folder and compare the configuration."""
+        self.root.mkdir(parents=True, exist_ok=True)
+        self._lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(self._lock)
+            self._lock = None
+            raise ConfigError(
+                f"{self.root} is in use by another process; choose another --workdir or stop it"
+            ) from error
+        try:
+            self._compare_config()
+        except BaseException:
+            self.__exit__(None, None, None)
+            raise
+        for name in ("cache", "checkpoints", "weights", "rollouts", "eval"):
+            (self.root / name).mkdir(exist_ok=True)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        """Release the lock."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _compare_config(self) -> None:
+        path = self.root / "config.json"
+        now = flatten_config(self._config)
+        if path.exists():
+            before = json.loads(path.read_text())
+            changed = {k: v for k, v in diff_config(before, now).items() if k not in _FREE_KEYS}
+            refused = {k: v for k, v in changed.items() if k not in self._allow}
+            if refused:
+                lines = [f"  {k}: {old!r} -> {new!r}" for k, (old, new) in refused.items()]
+                raise ConfigError(
+                    f"the configuration differs from the one {self.root} was started with:\n"
+                    + "\n".join(lines)
+                    + f"\nuse another --workdir, or --allow_change={','.join(refused)}"
+                )
+            for key, (old, new) in changed.items():
+                self._log_change(key, old, new)
+        write_json(path, now)
+
+    def _log_change(self, key: str, old: Any, new: Any) -> None:
+        print(f"allowed change of {key}: {old!r} -> {new!r}", flush=True)
+        with open(self.root / "changes.log", "a") as file:
+            file.write(f"{key}: {old!r} -> {new!r}\n")
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write JSON so that the file is either the old or the new one, whole, after a crash."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(path.name + ".partial")
+    with open(partial, "w") as file:
+        json.dump(value, file, indent=1, sort_keys=True)
+        file.write("\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
+
+
+def read_json(path: Path) -> Any:
+    """Return the JSON value in ``path``, or ``None`` when there is no such file."""
+    return json.loads(path.read_text()) if path.exists() else None

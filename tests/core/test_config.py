@@ -1,0 +1,104 @@
+"""Configuration: presets build, wrong keys are named with the nearest right one."""
+
+import pytest
+
+from configs.swe import get_config
+from skyrl_jax.core.config import diff_config, flatten_config, known_keys, parse_config
+from skyrl_jax.core.errors import ConfigError
+from skyrl_jax.core.validate import validate_config
+
+PRESETS = ("quickstart", "smollm2_135m", "qwen3_8b", "qwen3_14b", "qwen3_32b")
+
+
+def _values(preset: str = "quickstart") -> dict:
+    return get_config(preset).to_dict()
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_every_preset_builds_and_validates(preset):
+    config = validate_config(parse_config(_values(preset)))
+    assert config.learner.row_length >= config.rollout.max_episode_tokens
+    assert set(flatten_config(config)) == set(known_keys())
+
+
+def test_the_seed_recipes_have_the_seed_numbers():
+    eight = parse_config(_values("qwen3_8b"))
+    assert (eight.rollout.tasks_per_step, eight.rollout.samples_per_task) == (32, 8)
+    assert (eight.rollout.max_prompt_tokens, eight.rollout.max_new_tokens) == (31_232, 1536)
+    assert (eight.learner.lr, eight.objective.kl_coef) == (1e-6, 0.001)
+    big = parse_config(_values("qwen3_32b"))
+    assert (big.objective.advantage, big.objective.normalize_std) == ("rloo", False)
+    assert (big.objective.reduction_norm, big.learner.row_length) == (40_768.0, 40_960)
+
+
+def test_no_preset_on_a_machine_without_accelerator_is_quickstart_and_says_so(capsys, tmp_path):
+    import configs.swe as swe
+
+    saved = swe._ACCELERATOR_NODES
+    try:
+        swe._ACCELERATOR_NODES = (str(tmp_path / "none*"),)
+        assert swe.get_config().name == "swe-quickstart"
+        assert "quickstart" in capsys.readouterr().out
+        (tmp_path / "accel0").touch()
+        swe._ACCELERATOR_NODES = (str(tmp_path / "accel*"),)
+        assert swe.get_config().name == "swe-qwen3-8b"
+    finally:
+        swe._ACCELERATOR_NODES = saved
+
+
+def test_unknown_preset_is_named():
+    with pytest.raises(ValueError, match="quickstart"):
+        get_config("quikstart")
+
+
+def test_unknown_key_names_the_path_and_the_nearest_key():
+    values = _values()
+    values["learner"]["learning_rate"] = 1.0
+    with pytest.raises(ConfigError, match=r"'learner\.learning_rate'.*'learner\."):
+        parse_config(values)
+
+
+def test_missing_key_is_named_by_path():
+    values = _values()
+    del values["rollout"]["max_turns"]
+    with pytest.raises(ConfigError, match=r"rollout\.max_turns"):
+        parse_config(values)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value"),
+    [("learner", "lr", "fast"), ("rollout", "max_turns", 2.5), ("eval", "greedy", 1)],
+)
+def test_wrong_type_is_named_by_path(section, key, value):
+    values = _values()
+    values[section][key] = value
+    with pytest.raises(ConfigError, match=rf"{section}\.{key}"):
+        parse_config(values)
+
+
+@pytest.mark.parametrize(
+    ("section", "key", "value", "text"),
+    [
+        ("rollout", "top_p", 0.9, "top_p"),
+        ("rollout", "temperature", 0.0, "temperature"),
+        ("rollout", "samples_per_task", 1, "group statistics"),
+        ("learner", "row_length", 64, "row_length"),
+        ("engine", "max_context", 64, "max_context"),
+        ("objective", "advantage", "gae2", "grpo, rloo"),
+        ("sandbox", "backend", "vm", "bwrap"),
+        ("model", "num_kv_heads", 3, "multiple"),
+        ("learner", "updates_per_batch", 99, "tasks_per_step"),
+    ],
+)
+def test_combinations_that_make_no_sense_are_refused(section, key, value, text):
+    values = _values()
+    values[section][key] = value
+    with pytest.raises(ConfigError, match=text):
+        validate_config(parse_config(values))
+
+
+def test_diff_shows_both_values():
+    a = flatten_config(parse_config(_values()))
+    values = _values()
+    values["learner"]["lr"] = 0.5
+    assert diff_config(a, flatten_config(parse_config(values))) == {"learner.lr": (3e-4, 0.5)}

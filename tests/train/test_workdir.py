@@ -1,0 +1,54 @@
+"""The run folder: one owner, one configuration."""
+
+import dataclasses
+
+import pytest
+
+from configs.swe import get_config
+from skyrl_jax.core.config import parse_config
+from skyrl_jax.core.errors import ConfigError
+from skyrl_jax.train.workdir import Workdir, read_json, write_json
+
+
+def _config(lr: float = 3e-4, steps: int = 5):
+    config = parse_config(get_config("quickstart").to_dict())
+    learner = dataclasses.replace(config.learner, lr=lr)
+    train = dataclasses.replace(config.train, steps=steps)
+    return dataclasses.replace(config, learner=learner, train=train)
+
+
+def test_second_process_is_refused_while_the_first_lives(tmp_path):
+    with Workdir(tmp_path / "run", _config()):
+        with pytest.raises(ConfigError, match="in use"), Workdir(tmp_path / "run", _config()):
+            pass
+    with Workdir(tmp_path / "run", _config()):
+        pass
+
+
+def test_changed_config_is_refused_with_the_difference_and_allowed_by_name(tmp_path, capsys):
+    with Workdir(tmp_path, _config()):
+        pass
+    with pytest.raises(ConfigError, match=r"learner\.lr: 0\.0003 -> 0\.1"):
+        with Workdir(tmp_path, _config(lr=0.1)):
+            pass
+    with Workdir(tmp_path, _config(lr=0.1), allow_change=["learner.lr"]):
+        pass
+    assert "learner.lr" in (tmp_path / "changes.log").read_text()
+    assert "allowed change" in capsys.readouterr().out
+    with Workdir(tmp_path, _config(lr=0.1)):
+        pass
+
+
+def test_more_steps_is_no_change_of_the_computation(tmp_path):
+    with Workdir(tmp_path, _config(steps=5)):
+        pass
+    with Workdir(tmp_path, _config(steps=9)):
+        pass
+
+
+def test_json_is_replaced_whole(tmp_path):
+    write_json(tmp_path / "a.json", {"x": 1})
+    write_json(tmp_path / "a.json", {"x": 2})
+    assert read_json(tmp_path / "a.json") == {"x": 2}
+    assert read_json(tmp_path / "b.json") is None
+    assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
