@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
+# What `make` exports for this checkout; the clone has its own.
+_OURS = ("VENV", "MAKEFLAGS", "JAX_COMPILATION_CACHE_DIR")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +58,7 @@ class Clone:
         """
         path = self.root.parent / "logs" / log
         path.parent.mkdir(parents=True, exist_ok=True)
-        environment = {k: v for k, v in os.environ.items() if k not in ("VENV", "MAKEFLAGS")}
+        environment = {k: v for k, v in os.environ.items() if k not in _OURS}
         environment |= {"CI": "true", **self.environment}
         began = time.monotonic()
         with path.open("wb") as file:

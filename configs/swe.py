@@ -137,9 +137,11 @@ def _quickstart() -> ConfigDict:
     c.sft = ConfigDict()
     c.sft.max_steps = 200
     c.sft.lr = 3e-3
-    c.sft.batch_rows = 8
+    c.sft.batch_size = 32
+    c.sft.openings = 1500
     c.sft.prompt_loss_weight = 0.3
     c.sft.target_success = 0.25
+    c.sft.probe_from = 60
     c.sft.probe_every = 20
     c.sft.probe_episodes = 64
 

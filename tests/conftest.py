@@ -1,10 +1,11 @@
-"""What every test runs under: CPU, a compile cache, one thread a worker, deterministic properties."""
+"""What every test runs under: CPU, a compile cache, one thread, deterministic properties."""
 
 import os
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+from jaxtyping import install_import_hook
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -18,6 +19,10 @@ os.environ.setdefault("XLA_FLAGS", "--xla_cpu_multi_thread_eigen=false")
 for variable in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(variable, "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Shapes and types of public numerics are checked in every test. Here and not in a folder's own
+# conftest: the hook must be in place before any test module imports these packages.
+install_import_hook(["skyrl_jax.rl", "skyrl_jax.learner", "skyrl_jax.models"], "beartype.beartype")
 
 settings.register_profile(
     "skyrl",

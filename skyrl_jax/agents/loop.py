@@ -137,14 +137,15 @@ class CodeActAgent:
         state.messages.append(message)
         if message.error is not None:
             # told by a tool message: a user message would make many templates rewrite the history
-            result = StepResult(messages=(Message(role="tool", content=message.error),))
+            answer: tuple[Message, ...] = (Message(role="tool", content=message.error),)
+            result = StepResult(messages=answer)
         else:
             result = await environment.step(message.tool_calls)
+            answer = tuple(self._cut(item) for item in result.messages)
         state.close_turn({"tool_s": time.perf_counter() - generated})
         if result.done:
             state.messages += result.messages
             return result
-        answer = tuple(self._cut(item) for item in result.messages)
         state.note_repeat(message.content, answer)
         state.messages += answer
         ids = completion.token_ids
@@ -175,7 +176,9 @@ class CodeActAgent:
 
     def _cut(self, message: Message) -> Message:
         content = self.tokenizer.cut(message.content, self.limits.observation_tokens)
-        return message if content is message.content else Message(role=message.role, content=content)
+        return (
+            message if content is message.content else Message(role=message.role, content=content)
+        )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -232,7 +235,7 @@ def make_codeact(
     phase: str,
     temperature: float | None = None,
 ) -> CodeActAgent:
-    """Build the agent of a run; ``temperature`` overrides the rollout's (evaluation; 0 = greedy)."""
+    """Build the agent of a run; ``temperature`` overrides the rollout's (0 = greedy)."""
     return CodeActAgent(
         renderer=renderer,
         tokenizer=tokenizer,

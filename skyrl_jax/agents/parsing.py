@@ -20,9 +20,10 @@ from skyrl_jax.core.types import Message, ToolCall
 _OPEN = re.compile(r"<function=([^<>\n]*)>")
 _NEXT = re.compile(r"\s*(?:<parameter=([^<>\n]*)>|(</function>))")
 _VALUE_END = re.compile(r"</parameter>(?=\s*(?:<parameter=|</function>))")
+_SHOWN = 40  # characters of a name the model made up
 
-NO_CALL = "error: no tool call in the answer"
-LENGTH_CUT = "error: answer cut by the length limit; nothing was run"
+NO_CALL = "error: no tool call"
+LENGTH_CUT = "error: answer too long, not run"
 
 
 def parse_assistant(text: str, length_cut: bool, tools: Sequence[ToolSpec] = TOOLS) -> Message:
@@ -48,7 +49,7 @@ def parse_assistant(text: str, length_cut: bool, tools: Sequence[ToolSpec] = TOO
 
 def _read_call(text: str, opened: re.Match[str]) -> tuple[ToolCall, int, str | None]:
     """Read one call; return it, the position after it, and what is wrong with it."""
-    name = opened.group(1).strip()
+    name = opened.group(1).strip()[:_SHOWN]
     arguments: dict[str, str] = {}
     position = opened.end()
     problem: str | None = None
@@ -59,7 +60,7 @@ def _read_call(text: str, opened: re.Match[str]) -> tuple[ToolCall, int, str | N
         elif found.group(2):
             return ToolCall(name=name, arguments=arguments), found.end(), None
         else:
-            key = found.group(1).strip()
+            key = found.group(1).strip()[:_SHOWN]
             end = _VALUE_END.search(text, found.end())
             if end is None:
                 problem = f"{name}: parameter {key!r} is not closed by </parameter>"

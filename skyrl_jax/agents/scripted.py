@@ -21,12 +21,14 @@ from skyrl_jax.generation.renderer import ChatMLRenderer
 
 SCRIPTED_VERSION = -1  # the weight version of tokens that no policy sampled
 SUBMIT = "<function=submit>\n</function>"
-_SWAPS = (
-    ("<=", "<"), (">=", ">"), ("==", "!="), ("!=", "=="), ("<", "<="), (">", ">="),
-    (" + ", " - "), (" - ", " + "), (" * ", " + "), (" // ", " * "), ("1", "2"), ("0", "1"),
-    ("2", "1"), (" and ", " or "), (" or ", " and "), ("True", "False"), ("False", "True"),
-    ("not ", ""), ("min(", "max("), ("max(", "min("),
-)  # fmt: skip
+_FAMILIES = (
+    (re.compile(r"<=|>=|==|!=|<|>"), ("<", "<=", ">", ">=", "==", "!=")),
+    (re.compile(r"(?<= )(?:\+|-|\*|//|%)(?= )"), ("+", "-", "*", "//")),
+    (re.compile(r"\b(?:and|or)\b"), ("and", "or")),
+    (re.compile(r"\b(?:True|False)\b"), ("True", "False")),
+    (re.compile(r"\b(?:min|max)\b"), ("min", "max")),
+    (re.compile(r"\b\d\b"), ("0", "1", "2")),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,11 +99,12 @@ def script(task: Task, sample_index: int, *, wrong_first: float, seed: int) -> l
 def wrong_edits(line: str, fixed: str) -> list[str]:
     """Return plausible but wrong edits of ``line``: one operator, constant or word swapped."""
     found: dict[str, None] = {}
-    for before, after in _SWAPS:
-        for match in re.finditer(re.escape(before), line):
-            changed = line[: match.start()] + after + line[match.end() :]
-            if changed not in (line, fixed):
-                found.setdefault(changed)
+    for pattern, others in _FAMILIES:
+        for match in pattern.finditer(line):
+            for other in others:
+                changed = line[: match.start()] + other + line[match.end() :]
+                if changed not in (line, fixed):
+                    found.setdefault(changed)
     return list(found)
 
 

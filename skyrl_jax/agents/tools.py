@@ -53,9 +53,7 @@ EDITOR = ToolSpec(
         Parameter(name="view_range", doc="view: two line numbers, e.g. [1, 40].", default=""),
     ),
 )
-SUBMIT = ToolSpec(
-    name="submit", doc="End the work. The changes made to the repository are graded."
-)
+SUBMIT = ToolSpec(name="submit", doc="End the work. The changes made to the repository are graded.")
 TOOLS = (BASH, EDITOR, SUBMIT)
 
 

@@ -160,9 +160,11 @@ class SftConfig:
 
     max_steps: int  # 0 = no warm start
     lr: float
-    batch_rows: int
+    batch_size: int  # demonstrations per step
+    openings: int  # instances of which only the first edit is shown
     prompt_loss_weight: float
     target_success: float  # stop when the sampled success estimate reaches this
+    probe_from: int  # first step after which the success is probed
     probe_every: int
     probe_episodes: int
 

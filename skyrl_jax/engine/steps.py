@@ -3,8 +3,13 @@
 Every program has fixed shapes, and no row reads another row's data, so a request's bits depend on
 neither its slot nor its neighbours. The draw of a token depends on (seed, position, logits) alone.
 
-Shapes: S slots, T cached positions, P chunk rows of C tokens, G key/value heads, K head dim,
-V vocabulary, E stop ids a row.
+The cache is cut into pages of W positions, each an array of its own, stored as the two matmuls of
+attention read them. A program over the first n pages touches no more than these, without the copies
+that slicing one long array costs on a CPU; and since pages are added up in order, a page that holds
+nothing for a row adds exact zeros: bits do not depend on n.
+
+Shapes: S slots, W positions a page, P chunk rows of C tokens, H query heads, G key/value heads,
+K head dim, V vocabulary, E stop ids a row.
 """
 
 from __future__ import annotations
@@ -21,15 +26,17 @@ from skyrl_jax.models import decoder
 
 Params = Any
 GREEDY_BELOW = 1e-6  # temperatures under this mean argmax, as in SGLang
+PAGE = 128
 _CDF_BLOCK = 32
 _EXACT = jax.lax.Precision.HIGHEST
+_MASKED = -1e30
 
 
 class Cache(NamedTuple):
-    """Keys and values of all layers: a tuple over layers of [S, T, G, K] arrays."""
+    """Keys [layer][page][S, G, K, W] and values [layer][page][S, G, W, K]."""
 
-    k: tuple[Float[Array, "S T G K"], ...]
-    v: tuple[Float[Array, "S T G K"], ...]
+    k: tuple[tuple[Array, ...], ...]
+    v: tuple[tuple[Array, ...], ...]
 
 
 class Rows(NamedTuple):
@@ -70,12 +77,12 @@ def serving_params(cfg: ModelConfig, params: Params) -> Params:
 
 
 def empty_cache(cfg: ModelConfig, slots: int, length: int) -> Cache:
-    """Return a zero cache."""
-    shape = (slots, length, cfg.num_kv_heads, cfg.head_dim)
-    layers = range(cfg.num_layers)
+    """Return a zero cache for ``length`` positions a slot."""
+    g, d = cfg.num_kv_heads, cfg.head_dim
+    layers, pages = range(cfg.num_layers), range(math.ceil(length / PAGE))
     return Cache(
-        k=tuple(jnp.zeros(shape, jnp.float32) for _ in layers),
-        v=tuple(jnp.zeros(shape, jnp.float32) for _ in layers),
+        k=tuple(tuple(jnp.zeros((slots, g, d, PAGE)) for _ in pages) for _ in layers),
+        v=tuple(tuple(jnp.zeros((slots, g, PAGE, d)) for _ in pages) for _ in layers),
     )
 
 
@@ -87,40 +94,30 @@ def prefill(
     slots: Int[Array, " P"],
     starts: Int[Array, " P"],
     *,
-    window: int,
+    pages: int,
 ) -> tuple[Cache, Float[Array, "P C D"]]:
     """Write the keys and values of P chunks and return their final hidden states.
 
     A row is one chunk of one prompt: ``tokens[p]`` stand at ``starts[p]`` and after. Chunks of one
     prompt may share a call, because each layer stores all rows before any of them attends. A
     duplicated row is harmless padding; positions past a prompt's end are overwritten by decode.
+    ``pages`` must cover every row's end.
     """
     rows, width = tokens.shape
     positions = starts[:, None] + jnp.arange(width)
-    mask = jnp.arange(window) <= positions[:, :, None]
     x = decoder.embed(params, tokens.reshape(-1))
-    keys, values = [], []
+    keys, values = list(cache.k), list(cache.v)
     for index, layer in enumerate(params["layers"]):
-        k_store, v_store = cache.k[index], cache.v[index]
 
-        def attend(q: Array, k: Array, v: Array) -> Array:
-            nonlocal k_store, v_store
-            k_rows, v_rows = (y.reshape(rows, 1, width, *y.shape[1:]) for y in (k, v))
-            for p in range(rows):
-                at = (slots[p], starts[p], 0, 0)
-                k_store = jax.lax.dynamic_update_slice(k_store, k_rows[p], at)
-                v_store = jax.lax.dynamic_update_slice(v_store, v_rows[p], at)
-            out = decoder.masked_attention(
-                q.reshape(rows, width, *q.shape[1:]),
-                jnp.stack([_row(k_store, slots[p], window) for p in range(rows)]),
-                jnp.stack([_row(v_store, slots[p], window) for p in range(rows)]),
-                mask,
-            )
-            return out.reshape(q.shape)
+        def attend(q: Array, k: Array, v: Array, index: int = index) -> Array:
+            k, v = (y.reshape(rows, width, *y.shape[1:]) for y in (k, v))
+            keys[index] = _store(keys[index], k.transpose(0, 2, 3, 1), slots, starts, -1, pages)
+            values[index] = _store(values[index], v.transpose(0, 2, 1, 3), slots, starts, -2, pages)
+            k_read = [_rows(page, slots) for page in keys[index][:pages]]
+            v_read = [_rows(page, slots) for page in values[index][:pages]]
+            return _attend(q.reshape(rows, width, *q.shape[1:]), k_read, v_read, positions)
 
         x = decoder.layer(cfg, layer, x, positions.reshape(-1), attend)
-        keys.append(k_store)
-        values.append(v_store)
     hidden = decoder.final_norm(cfg, params, x).reshape(rows, width, -1)
     return Cache(k=tuple(keys), v=tuple(values)), hidden
 
@@ -135,12 +132,12 @@ def score(
 
 
 def decode(
-    cfg: ModelConfig, params: Params, cache: Cache, rows: Rows, *, steps: int, window: int
+    cfg: ModelConfig, params: Params, cache: Cache, rows: Rows, *, steps: int, pages: int
 ) -> tuple[Cache, Sampled]:
     """Sample up to ``steps`` tokens for every live slot in one dispatch.
 
     A row ends on a stop id (kept in its ids) or when its budget is used; the loop ends early when
-    all rows have. ``window`` bounds the positions that are read.
+    all rows have. ``pages`` must cover every row's position at the end of the dispatch.
     """
     slots = rows.token.shape[0]
     draws = _uniforms(rows.seed, rows.position, steps)
@@ -161,7 +158,7 @@ def decode(
     def body(carry: tuple[Any, ...]) -> tuple[Any, ...]:
         n, token, cache, out = carry
         alive = live(out.count, out.stopped)
-        cache, logits = _decode_one(cfg, params, cache, token, rows.position + n, window)
+        cache, logits = _decode_one(cfg, params, cache, token, rows.position + n, pages)
         picked, logprob = sample(logits, rows.temperature, draws[n])
         hit = jnp.any(picked[:, None] == rows.stops, axis=1)
         out = Sampled(
@@ -184,52 +181,114 @@ def sample(
 
     The token is the first whose cumulative probability exceeds ``draw`` in [0, 1). A temperature
     under 1e-6 takes the most likely token, with its log-prob at temperature 1 (SGLang's rule).
+    The CDF has two levels: first a block of 32 tokens, then the token inside it.
     """
+    vocab = logits.shape[-1]
     greedy = temperature < GREEDY_BELOW
     scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
     top = jnp.max(scaled, axis=-1, keepdims=True)
     weights = jnp.exp(scaled - top)
-    cdf, total = _cumulative(weights)
-    below = cdf <= (draw * total)[:, None]
-    token = jnp.minimum(jnp.sum(below, axis=-1, dtype=jnp.int32), logits.shape[-1] - 1)
-    token = jnp.where(greedy, jnp.argmax(scaled, axis=-1).astype(jnp.int32), token)
-    picked = jnp.take_along_axis(scaled, token[:, None], axis=-1)[:, 0]
-    return token, picked - top[:, 0] - jnp.log(total)
+    pad = -vocab % _CDF_BLOCK
+    blocks = jnp.pad(weights, ((0, 0), (0, pad))).reshape(len(logits), -1, _CDF_BLOCK)
+    reached = _running_sum(jnp.sum(blocks, axis=-1))
+    total = reached[:, -1]
+    target = draw * total
+    block = jnp.sum(reached <= target[:, None], axis=-1, dtype=jnp.int32)
+    before = jnp.where(block > 0, _pick(reached, jnp.maximum(block - 1, 0)), 0.0)
+    inside = jnp.take_along_axis(blocks, block[:, None, None], axis=1)[:, 0]
+    passed = before[:, None] + _running_sum(inside) <= target[:, None]
+    offset = jnp.sum(passed, axis=-1, dtype=jnp.int32)
+    # rounding may leave the block's own sum a hair short of the target: stay on a possible token
+    possible = jnp.max(jnp.where(inside > 0, jnp.arange(_CDF_BLOCK), 0), axis=-1)
+    drawn = block * _CDF_BLOCK + jnp.minimum(offset, possible)
+    # a plain argmax is a slow reduction on CPU
+    best = jnp.min(jnp.where(scaled == top, jnp.arange(vocab), vocab - 1), axis=-1)
+    token = jnp.where(greedy, best, drawn).astype(jnp.int32)
+    return token, _pick(scaled, token) - top[:, 0] - jnp.log(total)
 
 
 def _decode_one(
-    cfg: ModelConfig, params: Params, cache: Cache, token: Array, position: Array, window: int
+    cfg: ModelConfig, params: Params, cache: Cache, token: Array, position: Array, pages: int
 ) -> tuple[Cache, Float[Array, "S V"]]:
     """Feed one token a slot; return the updated cache and fp32 logits."""
-    slots = token.shape[0]
-    where = jnp.minimum(position, cache.k[0].shape[1] - 1)
-    mask = jnp.arange(window) <= position[:, None]
-    index = jnp.arange(slots)
+    index = jnp.arange(token.shape[0])
     x = decoder.embed(params, token)
-    keys, values = [], []
-    for number, layer in enumerate(params["layers"]):
-        k_store, v_store = cache.k[number], cache.v[number]
+    keys, values = list(cache.k), list(cache.v)
 
-        def attend(q: Array, k: Array, v: Array) -> Array:
-            nonlocal k_store, v_store
-            k_store = k_store.at[index, where].set(k, unique_indices=True)
-            v_store = v_store.at[index, where].set(v, unique_indices=True)
-            out = decoder.masked_attention(
-                q[:, None], k_store[:, :window], v_store[:, :window], mask[:, None]
+    def put(store: tuple[Array, ...], new: Array, axis: int) -> tuple[Array, ...]:
+        written = list(store)
+        for number in range(pages):
+            at = position - number * PAGE
+            at = jnp.where((at >= 0) & (at < PAGE), at, PAGE)  # past the end: dropped
+            ref = written[number].at
+            ref = ref[index, :, :, at] if axis == -1 else ref[index, :, at]
+            written[number] = ref.set(new, mode="drop", unique_indices=True)
+        return tuple(written)
+
+    for number, layer in enumerate(params["layers"]):
+
+        def attend(q: Array, k: Array, v: Array, number: int = number) -> Array:
+            keys[number] = put(keys[number], k, -1)
+            values[number] = put(values[number], v, -2)
+            return _attend(
+                q[:, None], keys[number][:pages], values[number][:pages], position[:, None]
             )
-            return out[:, 0]
 
         x = decoder.layer(cfg, layer, x, position, attend)
-        keys.append(k_store)
-        values.append(v_store)
     hidden = decoder.final_norm(cfg, params, x)
     logits = jnp.matmul(hidden, params["head"], precision=_EXACT)
     return Cache(k=tuple(keys), v=tuple(values)), logits
 
 
-def _row(store: Array, slot: Array, window: int) -> Array:
-    row = jax.lax.dynamic_index_in_dim(store, slot, axis=0, keepdims=False)
-    return row[:window]
+def _attend(q: Array, keys: Any, values: Any, positions: Array) -> Array:
+    """Causal grouped-query attention of q [B, C, H, K] over pages; returns [B * C, H, K]."""
+    b, c, h, d = q.shape
+    g = keys[0].shape[1]
+    q = (q * (1.0 / math.sqrt(d))).reshape(b, c, g, h // g, d).transpose(0, 2, 3, 1, 4)
+    q = q.reshape(b, g, -1, d)
+    visible = jnp.tile(positions, (1, h // g))[:, None, :, None]
+    scores = []
+    for number, page in enumerate(keys):
+        found = jnp.einsum("bgmd,bgdw->bgmw", q, page, precision=_EXACT)
+        seen = number * PAGE + jnp.arange(PAGE) <= visible
+        scores.append(jnp.where(seen, found, _MASKED))
+    top = scores[0].max(axis=-1, keepdims=True)
+    for more in scores[1:]:
+        top = jnp.maximum(top, more.max(axis=-1, keepdims=True))
+    weights = [jnp.exp(found - top) for found in scores]
+    total = sum(found.sum(axis=-1, keepdims=True) for found in weights)
+    mixed = sum(
+        jnp.einsum("bgmw,bgwd->bgmd", found, page, precision=_EXACT)
+        for found, page in zip(weights, values, strict=True)
+    )
+    out = (mixed / total).reshape(b, g, h // g, c, d)
+    return out.transpose(0, 3, 1, 2, 4).reshape(b * c, h, d)
+
+
+def _store(
+    store: tuple[Array, ...], new: Array, slots: Array, starts: Array, axis: int, pages: int
+) -> tuple[Array, ...]:
+    """Write row p of ``new`` at (slots[p], starts[p]) into whichever page that position is in."""
+    written = list(store)
+    for p in range(new.shape[0]):
+        at = [slots[p], 0, 0, 0]
+        at[axis] = starts[p] % PAGE
+        block = new[p : p + 1]
+        for number in range(pages):
+            page = written[number]
+            old = jax.lax.dynamic_slice(page, at, block.shape)
+            kept = jnp.where(starts[p] // PAGE == number, block, old)
+            written[number] = jax.lax.dynamic_update_slice(page, kept, at)
+    return tuple(written)
+
+
+def _rows(page: Array, slots: Array) -> Array:
+    picked = [jax.lax.dynamic_index_in_dim(page, slots[p], axis=0) for p in range(slots.shape[0])]
+    return jnp.concatenate(picked, axis=0)
+
+
+def _pick(values: Float[Array, "S X"], index: Int[Array, " S"]) -> Float[Array, " S"]:
+    return jnp.take_along_axis(values, index[:, None], axis=-1)[:, 0]
 
 
 def _uniforms(seed: UInt32[Array, "S 2"], position: Array, steps: int) -> Float[Array, "n S"]:
@@ -245,18 +304,7 @@ def _uniforms(seed: UInt32[Array, "S 2"], position: Array, steps: int) -> Float[
     return (bits >> 9).astype(jnp.float32) * jnp.float32(2.0**-23)
 
 
-def _cumulative(weights: Float[Array, "S V"]) -> tuple[Float[Array, "S V"], Float[Array, " S"]]:
-    """Return the running sum over the vocabulary and its last value, by blocks (two small matmuls
-    instead of a scan of V steps).
-    """
-    rows, vocab = weights.shape
-    blocks = math.ceil(vocab / _CDF_BLOCK)
-    padded = jnp.pad(weights, ((0, 0), (0, blocks * _CDF_BLOCK - vocab)))
-    padded = padded.reshape(rows * blocks, _CDF_BLOCK)
-    inside = jnp.matmul(padded, jnp.triu(jnp.ones((_CDF_BLOCK, _CDF_BLOCK))), precision=_EXACT)
-    inside = inside.reshape(rows, blocks, _CDF_BLOCK)
-    before = jnp.matmul(
-        inside[:, :, -1], jnp.triu(jnp.ones((blocks, blocks)), k=1), precision=_EXACT
-    )
-    running = (before[:, :, None] + inside).reshape(rows, -1)
-    return running[:, :vocab], running[:, -1]
+def _running_sum(values: Float[Array, "S X"]) -> Float[Array, "S X"]:
+    """Inclusive running sum by one small matmul (cheaper on CPU than a scan)."""
+    triangle = jnp.triu(jnp.ones((values.shape[-1],) * 2, jnp.float32))
+    return jnp.matmul(values, triangle, precision=_EXACT)

@@ -1,6 +1,6 @@
-"""ChatML for the tiny vocabulary: messages <-> token ids, incrementally.
+r"""ChatML for the tiny vocabulary: messages <-> token ids, incrementally.
 
-    <|im_start|>{role}\\n{content}<|im_end|>\\n ... <|im_start|>assistant\\n
+    <|im_start|>{role}\n{content}<|im_end|>\n ... <|im_start|>assistant\n
 
 The next prompt is always stored ids + ``delta(...)``: what was sampled is never rendered again.
 Every piece is encoded on its own, so a prompt built turn by turn equals the one rendered at once.
@@ -35,9 +35,7 @@ class ChatMLRenderer:
         self.stop_id = tokenizer.token_id(END)
         self._start_id = tokenizer.token_id(START)
         self._newline = tuple(tokenizer.encode("\n"))
-        self._heads = {
-            role: (self._start_id, *tokenizer.encode(f"{role}\n")) for role in ROLES
-        }
+        self._heads = {role: (self._start_id, *tokenizer.encode(f"{role}\n")) for role in ROLES}
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

@@ -13,8 +13,9 @@ from skyrl_jax.core.config import LearnerConfig
 
 
 class SkipState(NamedTuple):
-    """State of ``skip_nonfinite``: how many updates were refused, and the optimizer's own."""
+    """State of ``skip_nonfinite``: updates done, updates refused, and the optimizer's own state."""
 
+    num_applied: Int[Array, ""]
     num_skipped: Int[Array, ""]
     inner: Any
 
@@ -56,15 +57,18 @@ def skip_nonfinite(inner: optax.GradientTransformation) -> optax.GradientTransfo
     """
 
     def init(params: Any) -> SkipState:
-        return SkipState(jnp.zeros((), jnp.int32), inner.init(params))
+        zero = jnp.zeros((), jnp.int32)
+        return SkipState(zero, zero, inner.init(params))
 
     def update(grads: Any, state: SkipState, params: Any = None) -> tuple[Any, SkipState]:
-        finite = jnp.isfinite(optax.global_norm(grads))
+        finite = jnp.isfinite(optax.tree.norm(grads))
         updates, after = inner.update(grads, state.inner, params)
         # x + -0.0 is x in every bit, also for x = -0.0.
         updates = jax.tree.map(lambda u: jnp.where(finite, u, -0.0), updates)
         kept = jax.tree.map(lambda new, old: jnp.where(finite, new, old), after, state.inner)
-        return updates, SkipState(state.num_skipped + jnp.where(finite, 0, 1), kept)
+        applied = state.num_applied + jnp.where(finite, 1, 0)
+        skipped = state.num_skipped + jnp.where(finite, 0, 1)
+        return updates, SkipState(applied, skipped, kept)
 
     return optax.GradientTransformation(init, update)
 

@@ -121,7 +121,7 @@ def pad_rows(batch: Batch, num_rows: int) -> Batch:
     if have > num_rows:
         raise ValueError(f"batch has {have} rows, more than the fixed shape of {num_rows}")
 
-    def pad(x: Any, fill: float = 0) -> Any:
+    def pad(x: Any, fill: int = 0) -> Any:
         return np.pad(np.asarray(x), ((0, num_rows - have), (0, 0)), constant_values=fill)
 
     padded: Batch = jax.tree.map(pad, batch)

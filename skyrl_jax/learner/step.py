@@ -154,14 +154,14 @@ def make_train_step(
         micro = _split(batch, learner_cfg.micro_rows, mesh)
         trained = jnp.any(micro.loss_weights != 0, axis=(1, 2))
         loss, tally, grads = _accumulate(total_loss, state.params, micro, _used(trained))
-        grad_norm = optax.global_norm(grads)
+        grad_norm = optax.tree.norm(grads)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics = diagnostics.finish(tally) | {
             "loss": loss,
             "grad_norm": grad_norm,
-            "update_norm": optax.global_norm(updates),
-            "lr": schedule(optax.tree_utils.tree_get(state.opt_state, "count")),
+            "update_norm": optax.tree.norm(updates),
+            "lr": schedule(state.opt_state.num_applied),
             "num_skipped_updates": opt_state.num_skipped,
         }
         return TrainState(state.step + 1, params, opt_state), metrics

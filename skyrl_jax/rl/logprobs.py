@@ -51,7 +51,7 @@ def token_logprobs(
     chunk = min(chunk, n)
     pad = -n % chunk
 
-    def split(x: Array, fill: float) -> Array:
+    def split(x: Array, fill: int) -> Array:
         widths = ((0, pad),) + ((0, 0),) * (x.ndim - 1)
         return jnp.pad(x, widths, constant_values=fill).reshape(-1, chunk, *x.shape[1:])
 

@@ -1,11 +1,11 @@
 """The run folder: who owns it, which configuration it belongs to, and where each file lies.
 
-    WORKDIR/config.json   the configuration of the run (a changed one is refused)
-            lock          held while a process uses the folder
-            cache/        tokenizer, task trees (may be deleted)
-            checkpoints/  full training states      weights/  published versions
-            rollouts/     every episode             eval/     evaluations
-            metrics.jsonl summary.json report.html tensorboard/
+WORKDIR/config.json   the configuration of the run (a changed one is refused)
+        lock          held while a process uses the folder
+        cache/        tokenizer, task trees (may be deleted)
+        checkpoints/  full training states      weights/  published versions
+        rollouts/     every episode             eval/     evaluations
+        metrics.jsonl summary.json report.html tensorboard/
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@
 #include <sys/mount.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -61,26 +62,6 @@ static int64_t now_us(void) {
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return t.tv_sec * 1000000LL + t.tv_nsec / 1000;
-}
-
-int read_full(int fd, void *buffer, size_t n) {
-    for (char *at = buffer; n;) {
-        ssize_t got = read(fd, at, n);
-        if (got < 0 && errno == EINTR) continue;
-        if (got <= 0) return -1;
-        at += got, n -= got;
-    }
-    return 0;
-}
-
-int write_full(int fd, const void *buffer, size_t n) {
-    for (const char *at = buffer; n;) {
-        ssize_t done = write(fd, at, n);
-        if (done < 0 && errno == EINTR) continue;
-        if (done < 0) return -1;
-        at += done, n -= done;
-    }
-    return 0;
 }
 
 /* Cuts the frame's strings in place; -1 when the frame is not well formed. */
@@ -126,18 +107,19 @@ static void set_limit(int which, long value) {
     if (value >= 0 && setrlimit(which, &limit)) fail_child("cannot set a limit");
 }
 
-static void drop_privileges(void) {
-    if (uid >= 0) {
-        if (setgroups(0, NULL) || setresgid(uid, uid, uid) || setresuid(uid, uid, uid))
-            fail_child("cannot change the user");
-    } else if (mode == MODE_PIDNS) { /* uid 0 of the namespace: exec must not give power back */
+static void drop_capabilities(void) {
+    struct __user_cap_header_struct head = {_LINUX_CAPABILITY_VERSION_3, 0};
+    struct __user_cap_data_struct none[2] = {{0, 0, 0}, {0, 0, 0}};
+    if (mode == MODE_PIDNS) /* uid 0 of the namespace: exec must not give power back */
         for (int cap = 0; cap <= CAP_LAST_CAP; cap++) prctl(PR_CAPBSET_DROP, cap, 0, 0, 0);
-        struct __user_cap_header_struct head = {_LINUX_CAPABILITY_VERSION_3, 0};
-        struct __user_cap_data_struct none[2] = {{0, 0, 0}, {0, 0, 0}};
-        if (syscall(SYS_capset, &head, none)) fail_child("cannot drop capabilities");
-    }
-    if (mode != MODE_SUBREAPER && prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0))
-        fail_child("cannot set no_new_privs");
+    if (syscall(SYS_capset, &head, none)) fail_child("cannot drop capabilities");
+    if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)) fail_child("cannot set no_new_privs");
+}
+
+static void drop_privileges(void) {
+    if (uid >= 0 && (setgroups(0, NULL) || setresgid(uid, uid, uid) || setresuid(uid, uid, uid)))
+        fail_child("cannot change the user");
+    if (mode != MODE_SUBREAPER) drop_capabilities();
 }
 
 static void prefer_for_oom(void) {
@@ -212,7 +194,6 @@ static void keep(struct output *o, const char *data, size_t n) {
     memcpy(o->head + o->head_len, data, to_head);
     o->head_len += to_head, o->total += to_head;
     data += to_head, n -= to_head;
-    if (!n) return;
     if (n > o->tail_cap) o->total += n - o->tail_cap, data += n - o->tail_cap, n = o->tail_cap;
     while (n) { /* the tail is a ring indexed by the position after the head */
         size_t at = (o->total - o->head_cap) % o->tail_cap, room = o->tail_cap - at;
@@ -279,7 +260,11 @@ struct run {
 
 static void check_channel(struct run *run, const struct request *r) {
     struct request other;
-    if (read_request(&other)) _exit(0); /* the owner is gone: PID 1's end is the sandbox's end */
+    if (read_request(&other)) { /* the owner is gone */
+        kill_all(run->pid);
+        sweep(run->pid);
+        _exit(0);
+    }
     if (other.kind == 'C' && other.id == r->id) run->flags |= CANCELLED;
     free(other.args), free(other.frame);
 }
@@ -311,7 +296,6 @@ static void watch(struct run *run, const struct request *r, struct output *o) {
             run->out = -1;
         }
         if (n > 0 && fds[2].revents) feed(run, r);
-        if (n > 0) continue; /* a full poll first: output before the end of the command */
         while (!run->ended) {
             int status;
             pid_t pid = waitpid(-1, &status, WNOHANG);

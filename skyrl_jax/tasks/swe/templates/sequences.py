@@ -126,9 +126,7 @@ def FN(L0):
             return False
     return True
 """,
-        draw=lambda r, k, q: (
-            sorted(numbers(r, 0, 4)) if r.random() < 0.5 else numbers(r, 1, 4),
-        ),
+        draw=lambda r, k, q: (sorted(numbers(r, 0, 4)) if r.random() < 0.5 else numbers(r, 1, 4),),
     ),
     Template(
         name="sum_even",

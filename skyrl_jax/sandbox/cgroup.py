@@ -1,0 +1,202 @@
+"""Limits by cgroup: which files to write for a sandbox, and how to read its own OOM counter."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import signal
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from skyrl_jax.core.protocols import ExecResult, SandboxSpec
+
+_PARENT = "skyrl"
+_V1 = ("memory", "pids", "cpu")
+_PERIOD_US = 100_000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CgroupPlan:
+    """What the launcher makes, writes and removes for one sandbox, and the file that counts OOM."""
+
+    directories: tuple[str, ...]
+    writes: tuple[str, ...]
+    oom_file: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CgroupTree:
+    """The writable cgroup hierarchy of this host.
+
+    Args:
+        roots: one directory (v2) or one per controller (v1, in the order memory, pids, cpu).
+        version: 1 or 2.
+        run: directory name of this run, ``<run id>.<owner pid>.<owner start time>``.
+    """
+
+    roots: tuple[Path, ...]
+    version: int
+    run: str
+
+    def plan(self, sandbox_id: str, spec: SandboxSpec) -> CgroupPlan:
+        """Return the directories and values that enforce ``spec``."""
+        paths = [root / _PARENT / self.run / sandbox_id for root in self.roots]
+        memory = spec.memory_mb << 20
+        quota = max(1000, int(spec.cpus * _PERIOD_US))
+        if self.version == 2:
+            (path,) = paths
+            writes = [
+                (path / "memory.max", str(memory)),
+                (path / "pids.max", str(spec.pids)),
+                (path / "cpu.max", f"{quota} {_PERIOD_US}"),
+            ]
+            oom = path / "memory.events"
+        else:
+            writes = [
+                (paths[0] / "memory.limit_in_bytes", str(memory)),
+                (paths[1] / "pids.max", str(spec.pids)),
+                (paths[2] / "cpu.cfs_quota_us", str(quota)),
+            ]
+            oom = paths[0] / "memory.oom_control"
+        return CgroupPlan(
+            directories=tuple(map(str, paths)),
+            writes=tuple(f"{path}={value}" for path, value in writes),
+            oom_file=str(oom),
+        )
+
+    def open_run(self) -> None:
+        """Make the run's own directories (v2: hand the controllers down)."""
+        for root in self.roots:
+            directory = root / _PARENT / self.run
+            directory.mkdir(parents=True, exist_ok=True)
+            if self.version == 2:
+                for level in (root, root / _PARENT, directory):
+                    (level / "cgroup.subtree_control").write_text("+memory +pids +cpu")
+
+    def close_run(self) -> None:
+        """Remove the run's directories (they are empty when every sandbox is destroyed)."""
+        for root in self.roots:
+            remove_tree(root / _PARENT / self.run)
+
+    def reap(self) -> int:
+        """Remove what dead runs left here; returns how many run directories went."""
+        removed = 0
+        for root in self.roots:
+            parent = root / _PARENT
+            for run in parent.iterdir() if parent.is_dir() else ():
+                if run.is_dir() and not owner_alive(run.name):
+                    removed += remove_tree(run)
+        return removed
+
+
+def find_cgroups(run_id: str, root: Path = Path("/sys/fs/cgroup")) -> CgroupTree | None:
+    """Return the hierarchy this process may write to, or ``None``."""
+    run = run_name(run_id)
+    if (root / "cgroup.controllers").exists():
+        have = set((root / "cgroup.controllers").read_text().split())
+        usable = {"memory", "pids", "cpu"} <= have and os.access(root, os.W_OK)
+        return CgroupTree(roots=(root,), version=2, run=run) if usable else None
+    roots = tuple(root / controller for controller in _V1)
+    if all(path.is_dir() and os.access(path, os.W_OK) for path in roots):
+        return CgroupTree(roots=roots, version=1, run=run)
+    return None
+
+
+def run_name(run_id: str) -> str:
+    """Return the directory name of this process's run: id, pid and start time."""
+    clean = "".join(char if char.isalnum() or char in "-_" else "-" for char in run_id)[:80]
+    return f"{clean}.{os.getpid()}.{_start_time(os.getpid())}"
+
+
+def owner_alive(name: str) -> bool:
+    """Say whether the process that made a run directory still lives (pid and start time agree)."""
+    _, _, rest = name.partition(".")
+    pid, _, started = rest.partition(".")
+    if not pid.isdigit():
+        return True  # not ours: leave it alone
+    return _start_time(int(pid)) == started
+
+
+def _start_time(pid: int) -> str:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    return stat.rpartition(")")[2].split()[19]
+
+
+def remove_tree(directory: Path) -> bool:
+    """Kill every member of a cgroup directory tree and remove it; False when something is left."""
+    if not directory.is_dir():
+        return True
+    for child in directory.iterdir():
+        if child.is_dir():
+            remove_tree(child)
+    for _ in range(3):
+        for pid in _members(directory):
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except OSError:
+                continue
+        try:
+            directory.rmdir()
+            return True
+        except FileNotFoundError:
+            return True
+        except OSError:
+            continue
+    return False
+
+
+def _members(directory: Path) -> list[int]:
+    try:
+        return [int(pid) for pid in (directory / "cgroup.procs").read_text().split()]
+    except OSError:
+        return []
+
+
+def oom_kills(data: bytes) -> int:
+    """Read ``oom_kill`` out of memory.oom_control (v1) or memory.events (v2)."""
+    for line in data.splitlines():
+        name, _, value = line.partition(b" ")
+        if name == b"oom_kill":
+            return int(value)
+    return 0
+
+
+class OomCounter:
+    """The OOM-kill counter of one sandbox's own cgroup; without a readable file it stays silent.
+
+    Args:
+        candidates: where the counter may lie; the first file that opens is used.
+    """
+
+    def __init__(self, candidates: Iterable[str]) -> None:
+        """Open the counter and keep it open: it is read after every command."""
+        self._fd = -1
+        self._seen = 0
+        for path in candidates:
+            with contextlib.suppress(OSError):
+                self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+                break
+
+    def mark(self, result: ExecResult) -> ExecResult:
+        """Return the result with ``oom_killed`` set when the counter rose since the last call."""
+        if self._fd < 0:
+            return result
+        try:
+            count = oom_kills(os.pread(self._fd, 4096, 0))
+        except OSError:  # the cgroup went away with its sandbox
+            return result
+        if count <= self._seen:
+            return result
+        self._seen = count
+        return dataclasses.replace(result, oom_killed=True)
+
+    def close(self) -> None:
+        """Close the file. Idempotent."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1

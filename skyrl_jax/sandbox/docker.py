@@ -1,0 +1,400 @@
+"""Docker sandboxes: one container per sandbox, the supervisor as PID 1, one attached channel.
+
+The supervisor runs as container uid 0 with no capability but SETUID, SETGID and KILL; commands run
+as uid 1 with none and no_new_privileges. Without userns-remap container uid 0 is host uid 0: only
+the supervisor has it, never a command. The container's standard input is the channel: when the
+owner dies the daemon closes it, the supervisor ends, and the container removes itself.
+
+Docker cannot limit a container's disk use on most storage drivers: ``disk_mb`` limits single files
+only, so it must be accepted with ``best_effort``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import socket
+import struct
+import tarfile
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from skyrl_jax.core.errors import HostError, ImageError, InfraError, SandboxGone, SandboxTimeout
+from skyrl_jax.core.protocols import ExecResult, SandboxSpec
+from skyrl_jax.sandbox.cgroup import OomCounter, owner_alive, run_name
+from skyrl_jax.sandbox.channel import BASE_ENV, SupervisorChannel
+from skyrl_jax.sandbox.native_build import NativePrograms, build_native
+
+T = TypeVar("T")
+_CALL_TIMEOUT_S = 60.0
+_ENTRYPOINT = ["/.skyrl/supervisor", "--mode", "pid1", "--uid", "1"]
+_LABEL_RUN = "skyrl.run"
+_LABEL_HOST = "skyrl.boot"
+_OOM_FILES = (
+    "/sys/fs/cgroup/memory/docker/{id}/memory.oom_control",
+    "/sys/fs/cgroup/memory/system.slice/docker-{id}.scope/memory.oom_control",
+    "/sys/fs/cgroup/docker/{id}/memory.events",
+    "/sys/fs/cgroup/system.slice/docker-{id}.scope/memory.events",
+)
+
+
+class DockerProvider:
+    """Makes docker sandboxes. Use as an async context manager; leaving it destroys all.
+
+    Args:
+        run_id: label of every container.
+        cache_dir: the compiled supervisor lives here (and is bind-mounted read-only).
+        host: daemon address; ``None`` reads DOCKER_HOST.
+        call_timeout_s: deadline of every single call to the daemon.
+    """
+
+    def __init__(
+        self,
+        *,
+        run_id: str,
+        cache_dir: Path,
+        host: str | None = None,
+        call_timeout_s: float = _CALL_TIMEOUT_S,
+    ) -> None:
+        """Keep the settings; nothing is started."""
+        self._run = run_name(run_id)
+        self._cache_dir = cache_dir
+        self._host = host or os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
+        self._timeout_s = call_timeout_s
+        self._sandboxes: set[DockerSandbox] = set()
+        self._ids = itertools.count()
+        self._threads = ThreadPoolExecutor(max_workers=16, thread_name_prefix="docker")
+        self._client: Any = None
+
+    @property
+    def live(self) -> int:
+        """Number of sandboxes that are not destroyed yet."""
+        return len(self._sandboxes)
+
+    async def __aenter__(self) -> Self:
+        """Compile the supervisor, reach the daemon, remove containers of dead runs.
+
+        Raises:
+            InfraError: no daemon answers; the message names the address.
+        """
+        self._native: NativePrograms = await asyncio.to_thread(build_native, self._cache_dir)
+        self._client = await self.call(self._connect)
+        await self.call(self._reap)
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        """Destroy every sandbox."""
+        try:
+            await asyncio.gather(*(box.destroy() for box in list(self._sandboxes)))
+        finally:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            if self._client is not None:
+                self._client.close()
+
+    async def call(self, function: Callable[..., T], *args: Any) -> T:
+        """Run a call to the daemon in a thread, with a deadline.
+
+        Raises:
+            ImageError, InfraError: what the daemon or the client said.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._timeout_s + 1.0):
+                return await loop.run_in_executor(self._threads, function, *args)
+        except TimeoutError as error:
+            raise InfraError(
+                f"docker at {self._host} did not answer within {self._timeout_s:.0f} s",
+                cause="docker",
+            ) from error
+        except HostError:
+            raise
+        except Exception as error:
+            raise self._translated(error) from error
+
+    def _translated(self, error: Exception) -> Exception:
+        import docker.errors
+        import requests.exceptions
+
+        if isinstance(error, docker.errors.ImageNotFound):
+            return ImageError(f"docker image not found: {error.explanation}")
+        if isinstance(error, (docker.errors.DockerException, requests.exceptions.RequestException)):
+            return InfraError(f"docker at {self._host}: {error}", cause="docker")
+        if isinstance(error, OSError):
+            return InfraError(f"docker at {self._host}: {error}", cause="docker")
+        return error
+
+    def _connect(self) -> Any:
+        import docker
+
+        client = docker.APIClient(base_url=self._host, timeout=int(self._timeout_s), version="auto")
+        client.ping()
+        return client
+
+    def _reap(self) -> None:
+        boot = _boot_id()
+        for found in self._client.containers(all=True, filters={"label": _LABEL_RUN}):
+            labels = found["Labels"]
+            if labels.get(_LABEL_HOST) == boot and not owner_alive(labels[_LABEL_RUN]):
+                self.remove(found["Id"])
+
+    def remove(self, container: str) -> None:
+        """Remove a container; one that is gone or going already is fine."""
+        import docker.errors
+
+        try:
+            self._client.remove_container(container, force=True, v=True)
+        except docker.errors.NotFound:
+            return
+        except docker.errors.APIError as error:
+            if error.status_code != 409:  # 409: auto-removal is on its way
+                raise
+
+    def ping(self) -> None:
+        """Ask the daemon for a sign of life."""
+        self._client.ping()
+
+    def prepare(self, spec: SandboxSpec) -> tuple[str, socket.socket]:
+        """Create a container, put the layers in, attach; nothing runs yet."""
+        container = self._client.create_container(
+            spec.image,
+            name=f"skyrl-{self._run}-{next(self._ids)}".replace(".", "-"),
+            entrypoint=_ENTRYPOINT,
+            command=["--fsize", str(spec.disk_mb << 20)],
+            user="0:0",
+            stdin_open=True,
+            labels={_LABEL_RUN: self._run, _LABEL_HOST: _boot_id()},
+            hostname="sandbox",
+            working_dir="/",
+            host_config=self._host_config(spec),
+        )["Id"]
+        try:
+            for layer in reversed(spec.layers):
+                self._put_layer(container, layer)
+            params = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
+            attached = self._client.attach_socket(container, params=params)
+            raw = getattr(attached, "_sock", attached)
+            channel = socket.socket(fileno=os.dup(raw.fileno()))
+            attached.close()
+        except BaseException:
+            self.remove(container)
+            raise
+        return container, channel
+
+    def _host_config(self, spec: SandboxSpec) -> Any:
+        return self._client.create_host_config(
+            network_mode="bridge" if spec.network else "none",
+            cap_drop=["ALL"],
+            cap_add=["SETUID", "SETGID", "KILL"],
+            security_opt=["no-new-privileges"],
+            mem_limit=spec.memory_mb << 20,
+            memswap_limit=spec.memory_mb << 20,
+            pids_limit=spec.pids,
+            cpu_period=100_000,
+            cpu_quota=max(1000, int(spec.cpus * 100_000)),
+            binds={str(self._native.supervisor): {"bind": "/.skyrl/supervisor", "mode": "ro"}},
+            auto_remove=True,
+        )
+
+    def _put_layer(self, container: str, layer: str) -> None:
+        if not os.path.isdir(layer):
+            raise ImageError(f"sandbox layer {layer} is not a directory")
+        with tempfile.TemporaryFile() as spool:
+            with tarfile.open(fileobj=spool, mode="w", format=tarfile.PAX_FORMAT) as archive:
+                for name in sorted(os.listdir(layer)):
+                    archive.add(os.path.join(layer, name), arcname=name, filter=_owned_by_agent)
+            spool.seek(0)
+            self._client.put_archive(container, "/", spool)
+
+    def start(self, container: str) -> None:
+        """Start a prepared container."""
+        self._client.start(container)
+
+    async def create(self, spec: SandboxSpec) -> DockerSandbox:
+        """Start a sandbox.
+
+        Raises:
+            ImageError: no such image or layer.
+            InfraError: the daemon failed, or ``disk_mb`` is not accepted as best effort.
+        """
+        if not spec.best_effort:
+            raise InfraError(
+                "docker cannot limit a sandbox's disk use (only single files): accept this with "
+                "sandbox.best_effort=True",
+                cause="limits",
+            )
+        box = DockerSandbox(self, spec, self._sandboxes.discard)
+        self._sandboxes.add(box)
+        try:
+            await box.open()
+        except BaseException:
+            await box.destroy()
+            raise
+        return box
+
+
+def _owned_by_agent(member: tarfile.TarInfo) -> tarfile.TarInfo:
+    member.uid = member.gid = 1
+    member.uname = member.gname = ""
+    return member
+
+
+def _boot_id() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+class _Attached(asyncio.Protocol):
+    """Takes docker's 8-byte stream headers off and hands stdout to the supervisor's channel."""
+
+    def __init__(self, channel: SupervisorChannel) -> None:
+        self._channel = channel
+        self._buffer = bytearray()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._channel.connection_made(transport)
+
+    def data_received(self, data: bytes) -> None:
+        self._buffer += data
+        while len(self._buffer) >= 8:
+            stream, length = struct.unpack_from(">BxxxI", self._buffer)
+            if len(self._buffer) < 8 + length:
+                return
+            chunk = bytes(self._buffer[8 : 8 + length])
+            del self._buffer[: 8 + length]
+            if stream == 1:
+                self._channel.data_received(chunk)
+            else:
+                self._channel.last_words += chunk.decode("utf-8", "replace")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._channel.connection_lost(exc)
+
+
+class DockerSandbox:
+    """One container. Made by ``DockerProvider.create``."""
+
+    def __init__(
+        self,
+        provider: DockerProvider,
+        spec: SandboxSpec,
+        forget: Callable[[DockerSandbox], None],
+    ) -> None:
+        """Keep the spec; ``open`` does the work."""
+        self._provider = provider
+        self._spec = spec
+        self._forget = forget
+        self._env = {**BASE_ENV, **spec.env}
+        self._container = ""
+        self._oom = OomCounter(())
+        self._channel: SupervisorChannel | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._expired = False
+        self._destroyed: asyncio.Task[None] | None = None
+
+    async def open(self) -> None:
+        """Create, attach, start, and wait for the supervisor's first word."""
+        prepared = asyncio.ensure_future(self._provider.call(self._provider.prepare, self._spec))
+        try:
+            self._container, raw = await asyncio.shield(prepared)
+        except asyncio.CancelledError:  # the thread goes on: take its container along
+            self._container, raw = await prepared
+            raw.close()
+            raise
+        raw.setblocking(False)
+        self._channel = channel = SupervisorChannel()
+        loop = asyncio.get_running_loop()
+        async with asyncio.timeout(10.0):
+            await loop.create_connection(lambda: _Attached(channel), sock=raw)
+        await self._provider.call(self._provider.start, self._container)
+        try:
+            async with asyncio.timeout(30.0):
+                await channel.hello
+        except TimeoutError as error:
+            raise InfraError("a container's supervisor did not speak", cause="start") from error
+        if channel.closed.done():
+            raise InfraError(f"a container did not start: {channel.last_words}", cause="start")
+        self._oom = OomCounter(name.format(id=self._container) for name in _OOM_FILES)
+        self._timer = loop.call_later(self._spec.lifetime_s, self._expire)
+
+    def _expire(self) -> None:
+        self._expired = True
+        if self._channel is not None:
+            self._channel.write_eof()
+
+    async def _open_channel(self) -> SupervisorChannel:
+        if self._channel is None or self._destroyed is not None:
+            raise SandboxGone("the sandbox is destroyed")
+        if self._channel.closed.done():
+            raise await self._end_cause()
+        return self._channel
+
+    async def _end_cause(self) -> Exception:
+        if self._destroyed is not None:
+            return SandboxGone("the sandbox was destroyed while a command ran")
+        if self._expired:
+            return SandboxTimeout(f"the sandbox ended after its {self._spec.lifetime_s:.0f} s")
+        try:
+            await self._provider.call(self._provider.ping)
+        except HostError as error:
+            return error
+        return SandboxGone("the container ended")
+
+    async def exec(
+        self,
+        command: str | Sequence[str],
+        *,
+        timeout_s: float = 60.0,
+        cwd: str | None = None,
+        env: Mapping[str, str] | None = None,
+        max_output_bytes: int = 65536,
+        stdin: bytes = b"",
+    ) -> ExecResult:
+        """Run a command; see ``core.protocols.Sandbox``."""
+        channel = await self._open_channel()
+        try:
+            result = await channel.run(
+                command,
+                timeout_s=timeout_s,
+                cwd=cwd or self._spec.workdir,
+                env={**self._env, **(env or {})},
+                max_output_bytes=max_output_bytes,
+                stdin=stdin,
+            )
+        except SandboxGone as error:
+            raise await self._end_cause() from error
+        return self._oom.mark(result)
+
+    async def put(self, path: str, tar: bytes) -> None:
+        """Unpack a tar stream under ``path``."""
+        await (await self._open_channel()).put(path, tar)
+
+    async def get(self, path: str, *, max_bytes: int = 16 << 20) -> bytes:
+        """Return a file or directory as a tar stream."""
+        return await (await self._open_channel()).get(path, max_bytes)
+
+    async def destroy(self) -> None:
+        """Remove the container. Idempotent."""
+        if self._destroyed is None:
+            self._destroyed = asyncio.ensure_future(self._destroy())
+        await asyncio.shield(self._destroyed)
+
+    async def _destroy(self) -> None:
+        try:
+            if self._timer is not None:
+                self._timer.cancel()
+            if self._channel is not None:
+                self._channel.abort()
+            if self._container:
+                await self._provider.call(self._provider.remove, self._container)
+        finally:
+            self._oom.close()
+            self._forget(self)

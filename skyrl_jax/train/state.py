@@ -1,0 +1,52 @@
+"""What the host must remember beside the train state, so that a resumed run is the same run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from skyrl_jax.batching.ledger import Ledger
+from skyrl_jax.core.errors import CheckpointError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostState:
+    """Counters of a run after ``step`` finished steps.
+
+    The tasks of a step and every seed follow from (run seed, step), so the step is the data cursor.
+
+    Args:
+        step: finished RL steps (0: the warm start is done).
+        version: the weight version that belongs to the state (one a step).
+        ledger: the token ledger.
+        episodes: episodes played in RL. ``failed``: those that the host side broke.
+        mismatch_max: largest ``mismatch_abs_mean`` of any step, nats.
+        wall_s: wall time spent, over all processes of the run.
+        sft: what the warm start reached.
+    """
+
+    step: int = 0
+    version: int = 0
+    ledger: Ledger = field(default_factory=Ledger)
+    episodes: int = 0
+    failed: int = 0
+    mismatch_max: float = 0.0
+    wall_s: float = 0.0
+    sft: Mapping[str, float] = field(default_factory=dict)
+
+    def to_json(self) -> dict[str, Any]:
+        """Return a JSON object."""
+        return asdict(self) | {"ledger": self.ledger.to_json(), "sft": dict(self.sft)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> HostState:
+        """Read what ``to_json`` wrote.
+
+        Raises:
+            CheckpointError: a field is missing or unknown.
+        """
+        try:
+            return cls(**{**values, "ledger": Ledger.from_json(values["ledger"])})
+        except (TypeError, KeyError) as error:
+            raise CheckpointError(f"the host state of a checkpoint is not ours: {error}") from error

@@ -1,0 +1,151 @@
+"""One RL step: collect -> pack -> update -> publish, each timed, the ledger checked."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from skyrl_jax.actor.collect import Collected, Progress, collect
+from skyrl_jax.agents.seeds import derive_seed
+from skyrl_jax.batching.minibatch import Assembled, assemble
+from skyrl_jax.core.config import RunConfig
+from skyrl_jax.core.types import Task, Trajectory
+from skyrl_jax.train.policy import Policy, rows_per_minibatch
+from skyrl_jax.train.state import HostState
+from skyrl_jax.train.world import World
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepOutcome:
+    """What a step leaves: the next host state, its numbers, its episodes."""
+
+    host: HostState
+    metrics: dict[str, float]
+    trajectories: tuple[Trajectory, ...]
+
+
+def tasks_of_step(tasks: Sequence[Task], count: int, seed: int, step: int) -> list[Task]:
+    """Return the tasks of step ``step`` (from 1): epochs of seeded shuffles, cut into steps.
+
+    A task occurs once in an epoch; where an epoch ends inside a step, a task that would occur
+    twice in that step moves behind the others.
+    """
+    chosen: list[Task] = []
+    taken: set[str] = set()
+    at = (step - 1) * count
+    while len(chosen) < min(count, len(tasks)):
+        epoch, offset = divmod(at, len(tasks))
+        order = list(range(len(tasks)))
+        random.Random(derive_seed(seed, "epoch", epoch)).shuffle(order)
+        task = tasks[order[offset]]
+        if task.task_id not in taken:
+            taken.add(task.task_id)
+            chosen.append(task)
+        at += 1
+    return chosen
+
+
+async def run_step(
+    world: World,
+    policy: Policy,
+    host: HostState,
+    on_progress: Callable[[Progress], None] | None = None,
+) -> StepOutcome:
+    """Play one batch of episodes under the served version and update the policy.
+
+    The wall time of each part is in the metrics: wait_s (rollouts), pack_s, step_s, publish_s; the
+    caller adds checkpoint_s and wall_s.
+    """
+    config, step = world.config, host.step + 1
+    marks = [time.perf_counter()]
+    collected = await _collect(world, step, on_progress)
+    marks.append(time.perf_counter())
+    batch = assemble(
+        collected.groups,
+        config.objective,
+        row_length=config.learner.row_length,
+        micro_rows=config.learner.micro_rows,
+        updates=config.learner.updates_per_batch,
+        seed=derive_seed(config.seed, "batch", step),
+        total_rows=rows_per_minibatch(config),
+    )
+    ledger = host.ledger.sample(collected.sampled_tokens).train(batch.trained)
+    ledger = ledger.drop_all(batch.dropped).drop("abandoned", collected.abandoned_tokens).check()
+    marks.append(time.perf_counter())
+    learned = await asyncio.to_thread(policy.update, batch.minibatches)
+    marks.append(time.perf_counter())
+    await world.serve(policy.params, step)
+    marks.append(time.perf_counter())
+    parts = ("wait_s", "pack_s", "step_s", "publish_s")
+    seconds = {name: marks[i + 1] - marks[i] for i, name in enumerate(parts)}
+    trajectories = tuple(item for group in collected.groups for item in group.trajectories)
+    metrics = episode_metrics(trajectories) | batch_metrics(batch, config) | learned | seconds
+    metrics["tokens_per_s"] = collected.sampled_tokens / max(1e-9, seconds["wait_s"])
+    after = replace(
+        host,
+        step=step,
+        version=step,
+        ledger=ledger,
+        episodes=host.episodes + len(trajectories),
+        failed=host.failed + sum(collected.failures.values()),
+        mismatch_max=max(host.mismatch_max, metrics.get("mismatch_abs_mean", 0.0)),
+    )
+    return StepOutcome(host=after, metrics=metrics, trajectories=trajectories)
+
+
+async def _collect(
+    world: World, step: int, on_progress: Callable[[Progress], None] | None
+) -> Collected:
+    rollout = world.config.rollout
+    tasks = tasks_of_step(
+        world.suite.tasks("train"), rollout.tasks_per_step, world.config.seed, step
+    )
+    return await collect(
+        tasks,
+        rollout.samples_per_task,
+        suite=world.suite,
+        provider=world.provider,
+        generator=world.generator,
+        agent=world.agent(f"train/{step}"),
+        rollout=rollout,
+        on_progress=on_progress,
+    )
+
+
+def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the numbers of a step's episodes; failed ones enter their own count only."""
+    scored = [(item.episode, item.score) for item in trajectories if item.score is not None]
+    count = max(1, len(scored))
+    turns = [len(episode.turns) for episode, _ in scored]
+    lengths = [sum(len(t.completion.token_ids) for t in e.turns) for e, _ in scored]
+    metrics: dict[str, float] = {
+        "reward_mean": sum(score.value for _, score in scored) / count,
+        "resolved_rate": sum(score.verdict == "resolved" for _, score in scored) / count,
+        "episodes": float(len(trajectories)),
+        "failed_episodes": float(len(trajectories) - len(scored)),
+        "turns_mean": sum(turns) / count,
+        "sampled_tokens_mean": sum(lengths) / count,
+    }
+    for name, value in _shares([f"status/{e.status}_{e.reason}" for e, _ in scored]).items():
+        metrics[name] = value
+    for name, value in _shares([f"verdict/{score.verdict}" for _, score in scored]).items():
+        metrics[name] = value
+    return metrics
+
+
+def batch_metrics(batch: Assembled, config: RunConfig) -> dict[str, float]:
+    """Return how full the packed rows are and what the filters left out."""
+    rows = rows_per_minibatch(config) * max(1, len(batch.minibatches))
+    used = sum(int((b.segment_ids != 0).sum()) for b in batch.minibatches)
+    metrics: dict[str, Any] = dict(batch.stats)
+    metrics["trained_tokens"] = float(batch.trained)
+    metrics["row_fill"] = used / (rows * config.learner.row_length)
+    return metrics
+
+
+def _shares(names: Sequence[str]) -> dict[str, float]:
+    return {name: names.count(name) / len(names) for name in sorted(set(names))}

@@ -1,0 +1,196 @@
+"""Everything outside the learner that a run needs, opened in order and closed in reverse.
+
+    base image -> sandbox provider -> tasks (validated) -> tokenizer, renderer
+    weight store -> engine server (or the servers of the config) -> client -> bridge
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Callable, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from skyrl_jax.agents.loop import CodeActAgent, make_codeact
+from skyrl_jax.agents.parsing import parse_assistant
+from skyrl_jax.agents.scripted import SUBMIT, edit
+from skyrl_jax.core.config import ModelConfig, RunConfig
+from skyrl_jax.core.errors import ConfigError
+from skyrl_jax.core.types import Task
+from skyrl_jax.generation.renderer import ChatMLRenderer
+from skyrl_jax.generation.sglang import SGLangGenerator
+from skyrl_jax.generation.tokenizer import Tokenizer, load_or_train
+from skyrl_jax.models import hf
+from skyrl_jax.sandbox.bwrap import prepare_layer
+from skyrl_jax.sandbox.factory import AnyProvider, make_provider
+from skyrl_jax.sandbox.images import base_image
+from skyrl_jax.serve.child import ServerChild
+from skyrl_jax.serve.process import ServeOptions
+from skyrl_jax.sync.bridge import Bridge
+from skyrl_jax.sync.publish import Publisher
+from skyrl_jax.tasks.swe.suite import SweSuite, synthetic_splits
+from skyrl_jax.train.workdir import write_json
+from skyrl_jax.weights.store import FolderStore
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True, kw_only=True)
+class World:
+    """The parts of a run; they live as long as ``open_world``'s block."""
+
+    config: RunConfig
+    workdir: Path
+    provider: AnyProvider
+    suite: SweSuite
+    tokenizer: Tokenizer
+    renderer: ChatMLRenderer
+    generator: SGLangGenerator
+    store: FolderStore
+    publisher: Publisher
+    bridge: Bridge
+
+    def agent(self, phase: str, *, temperature: float | None = None) -> CodeActAgent:
+        """Return the scaffold for one phase; the phase is part of every sampling seed."""
+        return make_codeact(
+            self.config.rollout,
+            self.config.agent,
+            self.renderer,
+            self.tokenizer,
+            stop_token_ids=self.renderer.stop_token_ids,
+            seed=self.config.seed,
+            phase=phase,
+            temperature=temperature,
+        )
+
+    async def serve(self, params: Any, number: int) -> dict[str, float]:
+        """Publish params as version ``number``; return when the server has proved to serve it.
+
+        Raises:
+            WeightsError, GenerationError: see sync/bridge.py; the gate stays shut.
+        """
+        write = self.publisher.publish
+        version = await asyncio.to_thread(write, params, number, self.probe_ids())
+        return await self.bridge.update(version)
+
+    def probe_ids(self) -> tuple[int, ...]:
+        """Return the prompt by which a server proves that it serves the published weights."""
+        prompt = self.suite.tasks("train")[0].prompt
+        return tuple(self.tokenizer.encode(prompt))[: self.config.rollout.max_prompt_tokens]
+
+
+@asynccontextmanager
+async def open_world(
+    config: RunConfig, workdir: Path, cache: Path, say: Say
+) -> AsyncIterator[World]:
+    """Open everything a run needs.
+
+    Args:
+        config: the run's configuration.
+        workdir: the run folder.
+        cache: shared over runs: base image, task trees, validation results.
+        say: tells a person what is happening.
+    """
+    if config.tasks.source != "synthetic":
+        raise ConfigError(
+            f"tasks.source = {config.tasks.source!r}: training draws from 'synthetic' tasks; rows "
+            "of a file can be graded with launchers/evaluate.py"
+        )
+    async with AsyncExitStack() as stack:
+        run_id = hashlib.sha256(str(workdir).encode()).hexdigest()[:12]
+        provider = make_provider(config.sandbox, run_id=run_id, cache_dir=cache)
+        await stack.enter_async_context(provider)
+        suite = await _open_suite(config, cache, provider, say)
+        tokenizer = _open_tokenizer(config, cache, suite)
+        renderer = ChatMLRenderer(tokenizer, parse_assistant)
+        store = FolderStore(workdir / "weights", keep=config.train.keep_weight_versions)
+        store.sweep()
+        publisher = stack.enter_context(Publisher(config.model, store))
+        url = await _open_server(config, workdir, renderer, stack)
+        generator = SGLangGenerator(
+            url, timeout_s=config.engine.request_timeout_s, gate_open=False
+        )
+        await stack.enter_async_context(generator)
+        bridge = Bridge(store, [generator], workdir / "weights" / "hf")
+        await stack.enter_async_context(bridge)
+        yield World(
+            config=config,
+            workdir=workdir,
+            provider=provider,
+            suite=suite,
+            tokenizer=tokenizer,
+            renderer=renderer,
+            generator=generator,
+            store=store,
+            publisher=publisher,
+            bridge=bridge,
+        )
+
+
+def warm_start_corpus(tasks: Iterable[Task]) -> Iterable[str]:
+    """Yield the texts a tokenizer is trained on: prompts and the repairs, as they are written."""
+    for task in tasks:
+        payload = task.payload
+        yield f"{task.prompt}\n{payload['fixed_line']}\n"
+    yield edit("a.py", "x", "y") + SUBMIT
+
+
+async def _open_suite(config: RunConfig, cache: Path, provider: AnyProvider, say: Say) -> SweSuite:
+    image = config.sandbox.image
+    if not image:
+        image = str(await asyncio.to_thread(base_image, cache))
+    splits = await asyncio.to_thread(synthetic_splits, config.tasks)
+    suite = SweSuite(
+        splits,
+        agent=config.agent,
+        sandbox=config.sandbox,
+        image=image,
+        cache=cache / "swe",
+        prepare=prepare_layer,
+    )
+    checked = await suite.validate(provider, concurrency=config.rollout.grade_concurrency)
+    say(
+        f"tasks: {checked.valid} valid ({checked.cached} known from before), "
+        f"{len(checked.invalid)} dropped"
+    )
+    return suite
+
+
+def _open_tokenizer(config: RunConfig, cache: Path, suite: SweSuite) -> Tokenizer:
+    corpus = list(warm_start_corpus(suite.tasks("train")))
+    return load_or_train(corpus, config.model.vocab_size, cache / "tokenizers")
+
+
+async def _open_server(
+    config: RunConfig, workdir: Path, renderer: ChatMLRenderer, stack: AsyncExitStack
+) -> str:
+    """Return the URL of a server: the configured one, or the embedded engine as our child."""
+    engine = config.engine
+    if len(engine.servers) > 1:
+        raise ConfigError("engine.servers: one server for now; a fleet is not yet supported")
+    if engine.servers:
+        return engine.servers[0]
+    folder = _empty_model(config.model, workdir / "cache" / "model", renderer)
+    options = ServeOptions(
+        model=str(folder),
+        slots=engine.slots,
+        max_context=engine.max_context,
+        prefill_rows=engine.prefill_rows,
+        prefill_chunk=engine.prefill_chunk,
+        decode_steps=engine.decode_steps,
+        wait_for_weights=True,
+    )
+    child = ServerChild(
+        options, start_timeout_s=engine.start_timeout_s, log=workdir / "server.log"
+    )
+    await stack.enter_async_context(child)
+    return child.base_url
+
+
+def _empty_model(model: ModelConfig, folder: Path, renderer: ChatMLRenderer) -> Path:
+    """Write a folder with config.json only: the server learns the shape, weights follow."""
+    write_json(folder / "config.json", hf.config_to_hf(model, eos_token_id=renderer.stop_id))
+    return folder

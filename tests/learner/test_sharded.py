@@ -1,0 +1,87 @@
+"""One train step on eight devices gives the loss and gradients of one device."""
+
+import json
+import subprocess
+import sys
+
+SCRIPT = """
+import dataclasses, json
+import jax
+import numpy as np
+from skyrl_jax.core.config import LearnerConfig, MeshConfig, ModelConfig, ObjectiveConfig
+from skyrl_jax.core.types import Batch
+from skyrl_jax.learner import state as state_lib
+from skyrl_jax.learner.step import make_logprob_step, make_train_step
+from skyrl_jax.models.sharding import make_mesh
+
+assert jax.device_count() == 8
+model = ModelConfig(family="qwen3", vocab_size=48, hidden_size=16, num_layers=2, num_heads=4,
+    num_kv_heads=2, head_dim=4, intermediate_size=24, rope_theta=1e4, rms_norm_eps=1e-6,
+    tie_embeddings=False, max_position=64, checkpoint="")
+learner = LearnerConfig(lr=1e-2, warmup_steps=0, weight_decay=0.0, beta1=0.9, beta2=0.95,
+    max_grad_norm=0.0, compute_dtype="float32", row_length=16, micro_rows=4, updates_per_batch=1,
+    epochs_per_batch=1, logprob_chunk=16, remat="full")
+objective = ObjectiveConfig(advantage="grpo", normalize_std=True, clip_low=0.2, clip_high=0.28,
+    dual_clip=0.0, kl_coef=0.0, kl_kind="k3", entropy_coef=0.0, reduction="token_mean",
+    reduction_norm=1.0, permute_rewards=False, masked_reasons=())
+rng = np.random.default_rng(0)
+shape = (8, 16)
+weights = rng.uniform(0, 0.02, shape).astype(np.float32)
+weights[:, [0, 7]] = 0
+batch = Batch(
+    tokens=rng.integers(0, 48, shape).astype(np.int32),
+    segment_ids=np.tile(np.repeat([1, 2], [7, 9]), (8, 1)).astype(np.int32),
+    positions=np.tile(np.r_[np.arange(7), np.arange(9)], (8, 1)).astype(np.int32),
+    behavior_logprobs=-rng.uniform(3, 5, shape).astype(np.float32),
+    advantages=rng.normal(size=shape).astype(np.float32),
+    loss_weights=weights,
+    temperature=np.full(shape, 0.8, np.float32),
+)
+
+def run(mesh):
+    state = state_lib.init_state(model, learner, jax.random.key(0), mesh)
+    given = batch if mesh is None else state_lib.shard_batch(mesh, batch)
+    scored = make_logprob_step(model, learner, mesh)(state.params, given)
+    where = jax.tree.map(lambda x: str(x.sharding.spec) if mesh else "", state.params)
+    state, metrics = make_train_step(model, learner, objective, mesh)(state, given)
+    after = jax.tree.map(lambda x: str(x.sharding.spec) if mesh else "", state.params)
+    assert where == after, (where, after)
+    mu = jax.tree.map(np.asarray, state.opt_state.inner[-1][0].mu)
+    return where, float(metrics["loss"]), mu, np.asarray(scored.logprobs)
+
+_, loss, grads, logprobs = run(None)
+out = {}
+for name, sizes in {"fsdp": (2, 4, 1), "tensor": (2, 2, 2)}.items():
+    mesh = make_mesh(MeshConfig(data=sizes[0], fsdp=sizes[1], tensor=sizes[2], context=1))
+    where, loss8, grads8, logprobs8 = run(mesh)
+    errors = [
+        float(np.abs(x - y).max() / np.abs(x).max())
+        for x, y in zip(jax.tree.leaves(grads), jax.tree.leaves(grads8), strict=True)
+    ]
+    out[name] = {"loss": abs(loss - loss8) / abs(loss), "grads": max(errors),
+        "logprobs": float(np.abs(logprobs - logprobs8).max()), "q": where["layers"]["q"],
+        "head": where["lm_head"]["kernel"]}
+print(json.dumps(out))
+"""
+
+
+def test_eight_devices_equal_one(child_env):
+    env = child_env | {"XLA_FLAGS": "--xla_force_host_platform_device_count=8"}
+    done = subprocess.run(
+        [sys.executable, "-c", SCRIPT],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    out = json.loads(done.stdout.splitlines()[-1])
+    for figures in out.values():
+        assert figures["loss"] < 1e-5
+        assert figures["grads"] < 1e-5
+        assert figures["logprobs"] < 1e-5
+    # The parameters really are spread.
+    assert out["fsdp"]["q"] == "PartitionSpec(None, 'fsdp', None)"
+    assert out["tensor"]["q"] == "PartitionSpec(None, 'fsdp', 'tensor')"
+    assert "('fsdp', 'tensor')" in out["tensor"]["head"]

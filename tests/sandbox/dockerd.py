@@ -1,0 +1,93 @@
+"""A docker daemon for the tests: the host's own if one answers, else a private one of ours.
+
+The private daemon needs root and the packages docker.io and iptables; its socket and data lie in a
+temporary directory, it touches no network setting, and it ends with the test session.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+REPO = Path(__file__).parents[2]
+_READY_TIMEOUT_S = 60.0
+
+
+def _answers(host: str) -> bool:
+    done = subprocess.run(
+        ["docker", "-H", host, "version", "--format", "{{.Server.Version}}"],
+        capture_output=True,
+        timeout=30,
+    )
+    return done.returncode == 0
+
+
+@contextlib.contextmanager
+def private_dockerd() -> Iterator[str]:
+    """Start a daemon of our own; yields its address."""
+    home = Path(tempfile.mkdtemp(prefix="skyrl-dockerd-"))
+    host = f"unix://{home}/docker.sock"
+    command = ["dockerd", "--iptables=false", "--ip6tables=false", "--bridge=none"]
+    command += ["--storage-driver=overlay2", f"--host={host}", f"--data-root={home}/root"]
+    command += [f"--exec-root={home}/exec", f"--pidfile={home}/pid"]
+    with open(home / "log", "wb") as log:
+        daemon = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
+    try:
+        deadline = time.monotonic() + _READY_TIMEOUT_S
+        while not _answers(host):
+            if daemon.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"dockerd did not start: {(home / 'log').read_text()[-3000:]}")
+            time.sleep(0.2)
+        yield host
+    finally:
+        daemon.terminate()
+        try:
+            daemon.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            daemon.kill()
+            daemon.wait(timeout=10)
+        _unmount_below(home)
+        shutil.rmtree(home, ignore_errors=True)
+
+
+def _unmount_below(home: Path) -> None:
+    mounts = [line.split()[1] for line in Path("/proc/mounts").read_text().splitlines()]
+    for mount in sorted((m for m in mounts if m.startswith(str(home))), reverse=True):
+        subprocess.run(["umount", "-l", mount], capture_output=True, timeout=30)
+
+
+@contextlib.contextmanager
+def docker_host() -> Iterator[str]:
+    """Yield the address of a daemon that works: DOCKER_HOST, the system's, or a private one."""
+    for host in (os.environ.get("DOCKER_HOST"), "unix:///var/run/docker.sock"):
+        if host and _answers(host):
+            yield host
+            return
+    with private_dockerd() as host:
+        yield host
+
+
+def build_image(host: str, base: Path, tag: str = "skyrl-sandbox:test") -> str:
+    """Import the base image and build containers/sandbox/Dockerfile on it; returns the tag."""
+    from skyrl_jax.sandbox.images import import_into_docker
+
+    base_tag = tag.split(":")[0] + ":base"
+    import_into_docker(base, base_tag, host)
+    command = ["docker", "-H", host, "build", "--network", "none", "-t", tag]
+    command += ["--build-arg", f"BASE={base_tag}", str(REPO / "containers" / "sandbox")]
+    done = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "DOCKER_BUILDKIT": "0"},
+    )
+    if done.returncode:
+        raise RuntimeError(f"docker build failed: {done.stderr[-3000:]}{done.stdout[-2000:]}")
+    return tag

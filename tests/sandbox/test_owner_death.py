@@ -1,0 +1,125 @@
+"""kill -9 of the owner: within 15 s, with no restart, nothing is left; and what a restart reaps."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from skyrl_jax.sandbox.bwrap import BwrapProvider
+from skyrl_jax.sandbox.cgroup import find_cgroups, oom_kills, owner_alive, run_name
+from tests.sandbox.conftest import CACHE, Backend
+from tests.sandbox.dockerd import REPO
+from tests.sandbox.test_contract import sleepers
+
+CGROUPS = Path("/sys/fs/cgroup")
+
+
+def leftovers(owner: int) -> list[str]:
+    """Processes, mounts and cgroup directories of a dead owner's sandboxes."""
+    found = sleepers("sleep 8765") + sleepers(f"-p {owner} -t")
+    found += [
+        line for line in Path("/proc/mounts").read_text().splitlines() if "skyrl-stage" in line
+    ]
+    found += [str(path) for path in CGROUPS.glob(f"*/skyrl/owner.{owner}.*")]
+    found += [str(path) for path in CGROUPS.glob(f"skyrl/owner.{owner}.*")]
+    return found
+
+
+def start_owner(backend: Backend, host: str) -> subprocess.Popen[bytes]:
+    spec = backend.spec()
+    command = [sys.executable, "-W", "ignore", "-m", "tests.sandbox.owner", backend.kind]
+    command += [spec.image, str(CACHE), spec.layers[0], host]
+    owner = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=REPO, start_new_session=True)
+    assert owner.stdout is not None and owner.stdout.readline() == b"running\n"
+    assert len(sleepers("sleep 8765")) >= 6
+    return owner
+
+
+def test_nothing_is_left_when_the_owner_is_killed(backend: Backend, daemon: str) -> None:
+    owner = start_owner(backend, daemon)
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait(timeout=10)
+    deadline = time.monotonic() + 15
+    while (left := leftovers(owner.pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left == []
+    if backend.kind == "docker":
+        listed = ["docker", "-H", daemon, "ps", "-aq", "--filter", "label=skyrl.run"]
+        while subprocess.run(listed, capture_output=True, timeout=30).stdout:
+            assert time.monotonic() < deadline
+            time.sleep(0.1)
+
+
+def test_nothing_is_left_when_the_whole_process_group_is_killed(bwrap: Backend) -> None:
+    owner = start_owner(bwrap, "")
+    os.killpg(owner.pid, signal.SIGKILL)
+    owner.wait(timeout=10)
+    deadline = time.monotonic() + 15
+    while (left := leftovers(owner.pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left == []
+
+
+def test_a_killed_launcher_takes_its_sandbox_along_and_the_next_run_reaps(bwrap: Backend) -> None:
+    owner = start_owner(bwrap, "")
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ")
+            except OSError:
+                continue
+            if line.startswith(b"launcher") and f"-p {owner.pid} -t".encode() in line:
+                os.kill(int(entry.name), signal.SIGKILL)
+    deadline = time.monotonic() + 10
+    while sleepers("sleep 8765") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert sleepers("sleep 8765") == []
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait(timeout=10)
+    assert leftovers(owner.pid) != []  # cgroup directories: their watcher was killed
+
+    async def next_run() -> None:
+        async with BwrapProvider(run_id="next", cache_dir=CACHE):
+            assert leftovers(owner.pid) == []
+
+    asyncio.run(next_run())
+
+
+def test_run_names_tell_whether_their_owner_lives() -> None:
+    name = run_name("my run/7")
+    assert name.startswith("my-run-7.") and owner_alive(name)
+    label, pid, started = name.rsplit(".", 2)
+    assert not owner_alive(f"{label}.{pid}.{int(started) + 1}")  # the pid was used again
+    assert not owner_alive(f"{label}.4194304.1")
+    assert owner_alive("something-else")
+
+
+def test_cgroup_files_of_both_versions(tmp_path: Path, bwrap: Backend) -> None:
+    spec = bwrap.spec(memory_mb=2, pids=7, cpus=0.5)
+    for controller in ("memory", "pids", "cpu"):
+        (tmp_path / controller).mkdir()
+    tree = find_cgroups("r", tmp_path)
+    assert tree is not None and tree.version == 1
+    plan = tree.plan("3", spec)
+    run = run_name("r")
+    assert plan.directories == tuple(
+        f"{tmp_path}/{c}/skyrl/{run}/3" for c in ("memory", "pids", "cpu")
+    )
+    values = {write.rsplit("/", 1)[1] for write in plan.writes}
+    assert values == {"memory.limit_in_bytes=2097152", "pids.max=7", "cpu.cfs_quota_us=50000"}
+    (tmp_path / "cgroup.controllers").write_text("cpuset cpu io memory pids\n")
+    tree = find_cgroups("r", tmp_path)
+    assert tree is not None and tree.version == 2
+    plan = tree.plan("3", spec)
+    assert plan.directories == (f"{tmp_path}/skyrl/{run}/3",)
+    values = {write.rsplit("/", 1)[1] for write in plan.writes}
+    assert values == {"memory.max=2097152", "pids.max=7", "cpu.max=50000 100000"}
+    (tmp_path / "cgroup.controllers").write_text("cpuset io\n")
+    assert find_cgroups("r", tmp_path) is None
+    assert oom_kills(b"oom_kill_disable 0\nunder_oom 0\noom_kill 4\n") == 4
+    assert oom_kills(b"low 0\noom 2\noom_kill 1\n") == 1
