@@ -8,12 +8,13 @@ CORE = [
     "flax>=0.12.8,<0.13",  # NNX modules define the policy (models/ only)
     "optax>=0.2.8,<0.3",  # AdamW and gradient clipping
     "orbax-checkpoint>=0.12.8,<0.13",  # full-state checkpoints and published weight versions
+    "jaxtyping>=0.3",  # shapes in the signatures of public numerics
     "numpy>=2.0",  # batching, advantages and statistics on the host
     "safetensors>=0.8",  # HF-named weights, the form a generation server loads
     # Actor wing.
     "aiohttp>=3.10",  # HTTP: rollout client and the embedded engine's server
+    "uvloop>=0.21",  # event loop of the embedded server: less CPU per request
     "tokenizers>=0.20",  # byte-level BPE: the tiny policy's own, and every HF tokenizer.json
-    "jinja2>=3.1",  # chat templates
     # What a person types and sees.
     "absl-py>=2.1",  # command-line flags (launchers/ only)
     "ml_collections>=1.1",  # config files with --config.a.b=c overrides (configs/, launchers/)
@@ -24,9 +25,6 @@ CORE = [
 EXTRAS = {
     "docker": [
         "docker>=7.1",  # docker SDK: the docker sandbox backend
-    ],
-    "report": [
-        "matplotlib>=3.8",  # curve pictures for README.md and docs/ (report.html draws its own)
     ],
     "parquet": [
         "pyarrow>=15",  # SWE-bench rows in parquet files
@@ -39,8 +37,7 @@ EXTRAS = {
         "pytest-timeout>=2.3",  # a hanging test fails instead of hanging the run
         "pytest-xdist>=3.6",  # two workers on two cores
         "hypothesis>=6.100",  # property tests
-        "jaxtyping>=0.3",  # shapes on public numerics, checked while tests run
-        "beartype>=0.20",  # the checker behind jaxtyping
+        "beartype>=0.20",  # checks the jaxtyping shapes while tests run
         "msgspec>=0.19",  # SGLang's own request/response schema is written in it (schema test)
         "ruff>=0.9",  # format and lint
         "mypy>=1.14",  # types, strict where pyproject.toml says

@@ -16,6 +16,7 @@ SEEDS = (0, 1, 2)
 CONTROL_SEEDS = (0, 1)
 TRAIN_LIMIT_S = 20 * 60
 TEST_LIMIT_S = 15 * 60
+STEP_PARTS = ("wait_s", "pack_s", "step_s", "publish_s", "checkpoint_s")
 DEV_ROWS = (
     "pydicom__pydicom-1694",
     "pydicom__pydicom-1256",
@@ -110,11 +111,8 @@ def wall_time(clone: Clone, figures: Mapping[str, Any]) -> Outcome:
     shares = []
     for seed in SEEDS:
         rows = _jsonl(clone, f"runs/verify/seed-{seed}/metrics.jsonl")
-        rows = [row for row in rows if "step_wall_s" in row]
-        wall = sum(row["step_wall_s"] for row in rows)
-        parts = ("wait_s", "pack_s", "train_s", "publish_s", "checkpoint_s")
-        split = {part: sum(row.get(part, 0.0) for row in rows) for part in parts}
-        shares.append(sum(split.values()) / wall)
+        split = sum(row[part] for row in rows for part in STEP_PARTS)
+        shares.append(split / sum(row["wall_s"] for row in rows))
     held = all(abs(share - 1) <= 0.05 for share in shares)
     return Outcome(held=held, figures={"share_of_wall": shares})
 
@@ -260,12 +258,39 @@ PARTS: tuple[Part, ...] = (
     Part(
         name="exactness",
         promise="lr 0 leaves parameters bit-equal; same ids in any slot beside any request",
-        run=named_tests("lr_0|lr_zero|zero_lr", "any_slot|batch_invarian|beside"),
+        run=named_tests(
+            "test_zero_lr_keeps_every_bit",
+            "test_in_every_slot",
+            "test_beside_thirty_others_in_any_order",
+        ),
     ),
     Part(
         name="kill-resume",
         promise="killed five times, parameters bit-equal, nothing left in 15 s",
-        run=named_tests("kill"),
+        run=named_tests("test_killed_five_times_ends_with_the_same_bits_and_leaves_nothing"),
+    ),
+    Part(
+        name="bad-input",
+        promise="unknown key, damaged checkpoint, no bubblewrap, port in use, disk full",
+        run=named_tests(
+            "test_unknown_key_is_named_with_the_nearest_one",
+            "test_damaged_newest_checkpoint_falls_back",
+            "test_missing_bubblewrap_names_the_package",
+            "test_port_in_use_is_one_clear_line",
+            "test_full_disk_while_checkpointing",
+        ),
+    ),
+    Part(
+        name="defences",
+        promise="hidden tests, fresh grading, blame, ledger, ratio and mask shift, docker step",
+        run=named_tests(
+            "test_the_hidden_tests_are_nowhere_in_the_agents_sandbox",
+            "test_grading_is_in_a_fresh_sandbox",
+            r"actor.test_blame",
+            r"batching.test_ledger",
+            "test_on_policy_ratio_is_one_and_a_shift_is_noticed",
+            r"docker.*_step|_step.*docker",
+        ),
     ),
     Part(
         name="house",

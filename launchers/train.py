@@ -37,9 +37,7 @@ def main(argv: list[str]) -> int:
         try:
             report = asyncio.run(run(config, workdir.root, cache, setup_s=_setup_seconds()))
         except (KeyboardInterrupt, asyncio.CancelledError):
-            print(
-                f"stopped; continue with --workdir={workdir.root}", file=sys.stderr, flush=True
-            )
+            print(f"stopped; continue with --workdir={workdir.root}", file=sys.stderr, flush=True)
             return 130
     print(report)
     return 0

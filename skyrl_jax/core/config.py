@@ -248,7 +248,8 @@ def known_keys(cls: type = RunConfig, prefix: str = "") -> list[str]:
     for item in dataclasses.fields(cls):
         kind = hints[item.name]
         path = f"{prefix}{item.name}"
-        keys += known_keys(kind, path + ".") if dataclasses.is_dataclass(kind) else [path]
+        nested = dataclasses.is_dataclass(kind)
+        keys += known_keys(typing.cast(type, kind), path + ".") if nested else [path]
     return keys
 
 

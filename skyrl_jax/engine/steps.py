@@ -252,10 +252,10 @@ def _attend(q: Array, keys: Any, values: Any, positions: Array) -> Array:
         found = jnp.einsum("bgmd,bgdw->bgmw", q, page, precision=_EXACT)
         seen = number * PAGE + jnp.arange(PAGE) <= visible
         scores.append(jnp.where(seen, found, _MASKED))
-    top = scores[0].max(axis=-1, keepdims=True)
-    for more in scores[1:]:
-        top = jnp.maximum(top, more.max(axis=-1, keepdims=True))
-    weights = [jnp.exp(found - top) for found in scores]
+    # one exp over all pages: XLA then compiles the same exp for every number of pages
+    every = jnp.concatenate(scores, axis=-1)
+    every = jnp.exp(every - every.max(axis=-1, keepdims=True))
+    weights = jnp.split(every, len(keys), axis=-1)
     total = sum(found.sum(axis=-1, keepdims=True) for found in weights)
     mixed = sum(
         jnp.einsum("bgmw,bgwd->bgmd", found, page, precision=_EXACT)

@@ -79,7 +79,8 @@ def abstract_state(model_cfg: ModelConfig, learner_cfg: LearnerConfig) -> TrainS
     """Return the state as shapes and dtypes (what a checkpoint is restored into)."""
     params = abstract_params(model_cfg)
     opt_state = jax.eval_shape(make_optimizer(learner_cfg).init, params)
-    return TrainState(jax.ShapeDtypeStruct((), jnp.int32), params, opt_state)
+    zero = jax.eval_shape(lambda: jnp.zeros((), jnp.int32))
+    return TrainState(zero, params, opt_state)
 
 
 def state_shardings(

@@ -213,18 +213,19 @@ def _split(batch: Batch, micro_rows: int, mesh: jax.sharding.Mesh | None) -> Bat
             f"{micro_rows}; pad it to a multiple (learner.state.pad_rows)"
         )
 
-    def one(x: Any) -> Array:
+    def one(x: Any) -> Any:
         y = jnp.asarray(x).reshape(rows // micro_rows, micro_rows, *x.shape[1:])
         if mesh is None:
             return y
-        return jax.lax.with_sharding_constraint(y, row_sharding(mesh, y.shape, lead=1))
+        constrain: Any = jax.lax.with_sharding_constraint
+        return constrain(y, row_sharding(mesh, y.shape, lead=1))
 
     split: Batch = jax.tree.map(one, batch)
     return split
 
 
 def _pick(micro: Batch, i: Array) -> Batch:
-    def one(x: Array) -> Array:
+    def one(x: Array) -> Any:
         return jax.lax.dynamic_index_in_dim(x, i, keepdims=False)
 
     picked: Batch = jax.tree.map(one, micro)

@@ -71,9 +71,7 @@ def abstract_params(cfg: ModelConfig) -> Params:
 
 def matmul(x: Float[Array, "... A"], w: Float[Array, "A C"]) -> Float[Array, "... C"]:
     """Return ``x @ w`` in the dtype of ``x``; exact fp32 when that is float32."""
-    return jnp.matmul(
-        x, w.astype(x.dtype), precision=_precision(x), preferred_element_type=x.dtype
-    )
+    return jnp.matmul(x, w.astype(x.dtype), precision=_precision(x), preferred_element_type=x.dtype)
 
 
 def rms_norm(x: Float[Array, "... A"], scale: Float[Array, " A"], eps: float) -> Any:
@@ -96,8 +94,8 @@ def rope(
 
 
 def embed(
-    params: Params, tokens: Int[Array, "..."], dtype: Any = jnp.float32
-) -> Float[Array, "... D"]:
+    params: Params, tokens: Int[Array, "*S"], dtype: Any = jnp.float32
+) -> Float[Array, "*S D"]:
     """Look up token embeddings in the compute dtype."""
     return params["embed"]["embedding"].astype(dtype)[tokens]
 

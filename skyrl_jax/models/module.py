@@ -29,8 +29,10 @@ class Layers(nnx.Module):
     """All transformer blocks, stacked on a leading L axis (they run in one scan)."""
 
     def __init__(self, cfg: ModelConfig, key: jax.Array) -> None:
-        """Draw projections with deviation 1/sqrt(fan in); those that write to the residual
-        stream are smaller by sqrt(2 L), so that its size does not grow with depth.
+        """Draw projections with deviation 1/sqrt(fan in).
+
+        Those that write to the residual stream are smaller by sqrt(2 L), so that its size does not
+        grow with depth.
         """
         n, d, f = cfg.num_layers, cfg.hidden_size, cfg.intermediate_size
         heads, kv = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim

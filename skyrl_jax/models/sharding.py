@@ -11,7 +11,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from skyrl_jax.core.config import MeshConfig, ModelConfig
 from skyrl_jax.core.errors import ConfigError
@@ -82,7 +82,9 @@ def make_mesh(cfg: MeshConfig) -> Mesh:
     )
 
 
-def spec(mesh: Mesh, logical: tuple[str | None, ...], shape: tuple[int, ...]) -> PartitionSpec:
+def spec(
+    mesh: Mesh | AbstractMesh, logical: tuple[str | None, ...], shape: tuple[int, ...]
+) -> PartitionSpec:
     """Return the partition of one array: mesh axes that divide its dimensions, else replicated."""
     dims = []
     for name, size in zip(logical, shape, strict=True):

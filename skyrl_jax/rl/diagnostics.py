@@ -94,6 +94,4 @@ def finish(tally: Tally) -> dict[str, Array]:
     tokens = tally.sums["tokens"]
     means = {k: v / jnp.maximum(tokens, 1.0) for k, v in tally.sums.items() if k != "tokens"}
     named = {k if k.endswith("_fraction") else f"{k}_mean": v for k, v in means.items()}
-    return (
-        {"num_trained_tokens": tokens} | named | {f"{k}_max": v for k, v in tally.maxima.items()}
-    )
+    return {"num_trained_tokens": tokens} | named | {f"{k}_max": v for k, v in tally.maxima.items()}

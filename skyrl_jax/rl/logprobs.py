@@ -47,7 +47,7 @@ def token_logprobs(
     Returns:
         (log-probs, entropies), both [N] fp32 nats.
     """
-    n, d = hidden.shape
+    n = hidden.shape[0]
     chunk = min(chunk, n)
     pad = -n % chunk
 

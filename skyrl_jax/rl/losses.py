@@ -58,8 +58,6 @@ def ppo_clip_loss(
     return -gain
 
 
-def cross_entropy_loss(
-    logprobs: Float[Array, "*S"], mask: Bool[Array, "*S"]
-) -> Float[Array, "*S"]:
+def cross_entropy_loss(logprobs: Float[Array, "*S"], mask: Bool[Array, "*S"]) -> Float[Array, "*S"]:
     """Return -log p(token) where ``mask``, else 0 (supervised fine-tuning)."""
     return -jnp.where(mask, logprobs, 0.0)

@@ -29,7 +29,7 @@ from typing import Self
 
 from skyrl_jax.core.errors import ImageError, InfraError, SandboxGone, SandboxTimeout
 from skyrl_jax.core.protocols import ExecResult, SandboxSpec
-from skyrl_jax.sandbox.cgroup import CgroupPlan, OomCounter, find_cgroups
+from skyrl_jax.sandbox.cgroup import CgroupPlan, OomCounter, find_cgroups, remove_tree
 from skyrl_jax.sandbox.channel import (
     BASE_ENV,
     DESTROY_TIMEOUT_S,
@@ -101,7 +101,7 @@ class BwrapProvider:
         self._native: NativePrograms = await asyncio.to_thread(build_native, self._cache_dir)
         self._cgroups = find_cgroups(self._run_id)
         if self._cgroups is not None:
-            self._cgroups.reap()
+            await asyncio.to_thread(self._cgroups.reap)
             self._cgroups.open_run()
         self._stage = _stage_directory()
         return self
@@ -115,7 +115,7 @@ class BwrapProvider:
         """Destroy every sandbox and the run's cgroup."""
         await asyncio.gather(*(box.destroy() for box in list(self._sandboxes)))
         if self._cgroups is not None:
-            self._cgroups.close_run()
+            await asyncio.to_thread(self._cgroups.close_run)
 
     async def create(self, spec: SandboxSpec) -> BwrapSandbox:
         """Start a sandbox.
@@ -127,8 +127,7 @@ class BwrapProvider:
         """
         plan = self._limits(spec)
         arguments = self._arguments(spec, plan)
-        oom_files = (plan.oom_file,) if plan else ()
-        box = BwrapSandbox(spec, oom_files, self._sandboxes.discard)
+        box = BwrapSandbox(spec, plan, self._sandboxes.discard)
         self._sandboxes.add(box)
         try:
             await box.start(str(self._native.launcher), arguments)
@@ -206,12 +205,12 @@ class BwrapSandbox:
     """One sandbox. Made by ``BwrapProvider.create``."""
 
     def __init__(
-        self, spec: SandboxSpec, oom_files: Sequence[str], forget: Callable[[BwrapSandbox], None]
+        self, spec: SandboxSpec, plan: CgroupPlan | None, forget: Callable[[BwrapSandbox], None]
     ) -> None:
         """Keep the spec; ``start`` does the work."""
         self._spec = spec
         self._env = {**BASE_ENV, **spec.env}
-        self._oom_files = oom_files
+        self._plan = plan
         self._oom = OomCounter(())
         self._forget = forget
         self._pid = 0
@@ -224,7 +223,7 @@ class BwrapSandbox:
         self._pid, ours = spawn(launcher, arguments, new_session=False)  # it does so itself
         self._channel = SupervisorChannel()
         await self._channel.attach(ours, START_TIMEOUT_S)
-        self._oom = OomCounter(self._oom_files)
+        self._oom = OomCounter((self._plan.oom_file,) if self._plan else ())
 
     def _open_channel(self) -> SupervisorChannel:
         if self._channel is None or self._destroyed is not None:
@@ -299,8 +298,14 @@ class BwrapSandbox:
             if self._channel is not None:
                 self._channel.abort()
             self._forget(self)
-        if self._code not in (0, _ENDED_INSIDE, _LIFETIME, None) and self._channel is not None:
-            raise InfraError(f"a sandbox left processes or cgroups behind (exit {self._code})")
+        if self._code not in (0, _ENDED_INSIDE, _LIFETIME, None):
+            await self._clean_up_for_the_launcher()
+
+    async def _clean_up_for_the_launcher(self) -> None:
+        """The watcher itself was killed, or gave up: do its work."""
+        for directory in self._plan.directories if self._plan else ():
+            if not await asyncio.to_thread(remove_tree, Path(directory)):
+                raise InfraError(f"a sandbox left processes in {directory}", cause="destroy")
 
     def _reap(self) -> bool:
         if self._pid and self._code is None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import secrets
 import signal
+import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,7 @@ from skyrl_jax.core.protocols import ExecResult, SandboxSpec
 _PARENT = "skyrl"
 _V1 = ("memory", "pids", "cpu")
 _PERIOD_US = 100_000
+_REMOVE_TIMEOUT_S = 3.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +36,7 @@ class CgroupTree:
     Args:
         roots: one directory (v2) or one per controller (v1, in the order memory, pids, cpu).
         version: 1 or 2.
-        run: directory name of this run, ``<run id>.<owner pid>.<owner start time>``.
+        run: directory name of this run, ``<run id>.<owner pid>.<owner start>.<random>``.
     """
 
     roots: tuple[Path, ...]
@@ -105,18 +108,17 @@ def find_cgroups(run_id: str, root: Path = Path("/sys/fs/cgroup")) -> CgroupTree
 
 
 def run_name(run_id: str) -> str:
-    """Return the directory name of this process's run: id, pid and start time."""
+    """Return a new name for this process's share of a run: id, pid, start time, random part."""
     clean = "".join(char if char.isalnum() or char in "-_" else "-" for char in run_id)[:80]
-    return f"{clean}.{os.getpid()}.{_start_time(os.getpid())}"
+    return f"{clean}.{os.getpid()}.{_start_time(os.getpid())}.{secrets.token_hex(3)}"
 
 
 def owner_alive(name: str) -> bool:
     """Say whether the process that made a run directory still lives (pid and start time agree)."""
-    _, _, rest = name.partition(".")
-    pid, _, started = rest.partition(".")
-    if not pid.isdigit():
+    parts = name.split(".")
+    if len(parts) != 4 or not parts[1].isdigit():
         return True  # not ours: leave it alone
-    return _start_time(int(pid)) == started
+    return _start_time(int(parts[1])) == parts[2]
 
 
 def _start_time(pid: int) -> str:
@@ -128,26 +130,25 @@ def _start_time(pid: int) -> str:
 
 
 def remove_tree(directory: Path) -> bool:
-    """Kill every member of a cgroup directory tree and remove it; False when something is left."""
-    if not directory.is_dir():
-        return True
-    for child in directory.iterdir():
-        if child.is_dir():
-            remove_tree(child)
-    for _ in range(3):
+    """Kill every member of a cgroup directory tree and remove it; False when something is left.
+
+    Blocks for up to ``_REMOVE_TIMEOUT_S`` while killed processes end: call it in a thread.
+    """
+    deadline = time.monotonic() + _REMOVE_TIMEOUT_S
+    while directory.is_dir():
+        for child in directory.iterdir():
+            if child.is_dir():
+                remove_tree(child)
         for pid in _members(directory):
-            try:
+            with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-            except OSError:
-                continue
-        try:
+        with contextlib.suppress(OSError):
             directory.rmdir()
             return True
-        except FileNotFoundError:
-            return True
-        except OSError:
-            continue
-    return False
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.005)
+    return True
 
 
 def _members(directory: Path) -> list[int]:

@@ -126,7 +126,10 @@ class DockerProvider:
         import requests.exceptions
 
         if isinstance(error, docker.errors.ImageNotFound):
-            return ImageError(f"docker image not found: {error.explanation}")
+            return ImageError(
+                f"docker image not found: {error.explanation} (the sandbox's own image is made by "
+                "the two commands in skyrl_jax/sandbox/images.py)"
+            )
         if isinstance(error, (docker.errors.DockerException, requests.exceptions.RequestException)):
             return InfraError(f"docker at {self._host}: {error}", cause="docker")
         if isinstance(error, OSError):

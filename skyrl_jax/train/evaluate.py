@@ -63,9 +63,7 @@ def plans(world: World) -> tuple[EvalPlan, ...]:
     if heldout and cfg.episodes:
         samples = -(-cfg.episodes // heldout)
         chosen.append(
-            EvalPlan(
-                name="sampled", split="heldout", samples=samples, temperature=cfg.temperature
-            )
+            EvalPlan(name="sampled", split="heldout", samples=samples, temperature=cfg.temperature)
         )
     if heldout and cfg.greedy:
         chosen.append(EvalPlan(name="greedy", split="heldout", samples=1, temperature=0.0))

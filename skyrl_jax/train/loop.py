@@ -48,9 +48,7 @@ class Run:
         return time.monotonic() - self.began
 
 
-async def run(
-    config: RunConfig, workdir: Path, cache: Path, *, setup_s: float = 0.0
-) -> Path:
+async def run(config: RunConfig, workdir: Path, cache: Path, *, setup_s: float = 0.0) -> Path:
     """Train until ``train.steps`` steps are done; return the path of the report.
 
     Running it again on the same folder continues after the last whole checkpoint.
@@ -62,9 +60,7 @@ async def run(
         before = await measure(live, "before")
         await train(live)
         after = await measure(live, "after")
-        summary = summarize(
-            config, live.host, live.world.suite, before, after, wall_s=live.wall_s
-        )
+        summary = summarize(config, live.host, live.world.suite, before, after, wall_s=live.wall_s)
         summary["setup_s"] = setup_s
         write_json(workdir / "summary.json", summary)
         tell(live, summary)
@@ -90,9 +86,7 @@ async def open_run(config: RunConfig, workdir: Path, cache: Path) -> AsyncIterat
             TensorBoardTracker(workdir / "tensorboard", restored_step=host.step),
         ]
         opened = [stack.enter_context(tracker) for tracker in trackers]
-        world = await stack.enter_async_context(
-            open_world(config, workdir, cache, progress.note)
-        )
+        world = await stack.enter_async_context(open_world(config, workdir, cache, progress.note))
         live = Run(
             config=config,
             workdir=workdir,

@@ -1,7 +1,7 @@
 """Everything outside the learner that a run needs, opened in order and closed in reverse.
 
-    base image -> sandbox provider -> tasks (validated) -> tokenizer, renderer
-    weight store -> engine server (or the servers of the config) -> client -> bridge
+base image -> sandbox provider -> tasks (validated) -> tokenizer, renderer
+weight store -> engine server (or the servers of the config) -> client -> bridge
 """
 
 from __future__ import annotations
@@ -110,9 +110,7 @@ async def open_world(
         store.sweep()
         publisher = stack.enter_context(Publisher(config.model, store))
         url = await _open_server(config, workdir, renderer, stack)
-        generator = SGLangGenerator(
-            url, timeout_s=config.engine.request_timeout_s, gate_open=False
-        )
+        generator = SGLangGenerator(url, timeout_s=config.engine.request_timeout_s, gate_open=False)
         await stack.enter_async_context(generator)
         bridge = Bridge(store, [generator], workdir / "weights" / "hf")
         await stack.enter_async_context(bridge)
@@ -183,9 +181,7 @@ async def _open_server(
         decode_steps=engine.decode_steps,
         wait_for_weights=True,
     )
-    child = ServerChild(
-        options, start_timeout_s=engine.start_timeout_s, log=workdir / "server.log"
-    )
+    child = ServerChild(options, start_timeout_s=engine.start_timeout_s, log=workdir / "server.log")
     await stack.enter_async_context(child)
     return child.base_url
 

@@ -38,7 +38,7 @@ def learner_cfg():
     return LearnerConfig(
         lr=1e-2,
         warmup_steps=0,
-        weight_decay=0.0,
+        weight_decay=0.1,
         beta1=0.9,
         beta2=0.95,
         max_grad_norm=0.0,

@@ -139,7 +139,7 @@ def test_nothing_usable_is_an_error_not_a_fresh_start(tmp_path, make_state, temp
         checkpoints.save(1, make_state(1), {})
     cut_host(tmp_path / "000001")
     with Checkpoints(tmp_path, keep=3) as checkpoints:
-        with pytest.raises(CheckpointError, match="no checkpoint in .* can be used .*step 1"):
+        with pytest.raises(CheckpointError, match=r"no checkpoint in .* can be used .*step 1"):
             checkpoints.restore(template)
 
 
@@ -239,7 +239,7 @@ def test_full_disk_is_said_and_the_last_good_one_stays(tmp_path, child_env):
     mount = tmp_path / "mount"
     mount.mkdir()
     user = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
-    command = f"mount -t tmpfs -o size=1M none {mount} && exec {sys.executable} -c \"$0\" {mount}"
+    command = f'mount -t tmpfs -o size=1M none {mount} && exec {sys.executable} -c "$0" {mount}'
     done = subprocess.run(
         ["unshare", *user, "--mount", "sh", "-c", command, script],
         env=child_env,

@@ -22,7 +22,9 @@ def test_two_adamw_updates_against_numpy(learner_cfg, replace):
     p = {k: np.asarray(v, np.float64) for k, v in params.items()}
     m = {k: np.zeros_like(v) for k, v in p.items()}
     v = {k: np.zeros_like(x) for k, x in p.items()}
-    for t, raw in enumerate(({"q": [3.0, 0.0], "q_norm": [4.0]}, {"q": [0.1, 0.2], "q_norm": [0.1]})):
+    for t, raw in enumerate(
+        ({"q": [3.0, 0.0], "q_norm": [4.0]}, {"q": [0.1, 0.2], "q_norm": [0.1]})
+    ):
         grads = {k: jnp.asarray(x) for k, x in raw.items()}
         updates, state = optimizer.update(grads, state, params)
         params = {k: params[k] + updates[k] for k in params}

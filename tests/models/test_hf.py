@@ -116,7 +116,7 @@ def test_wrong_weights_are_named(tmp_path):
     with pytest.raises(WeightsError, match=r"model\.safetensors"):
         hf.load_hf(folder)
     path.unlink()
-    with pytest.raises(WeightsError, match="no \\*.safetensors"):
+    with pytest.raises(WeightsError, match=r"no \*\.safetensors"):
         hf.load_hf(folder)
 
 

@@ -2,17 +2,11 @@
 
 import jax
 import pytest
-from jax.sharding import AxisType, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from skyrl_jax.core.config import MeshConfig, ModelConfig
 from skyrl_jax.core.errors import ConfigError
 from skyrl_jax.models import decoder, sharding
-
-
-class FakeMesh:
-    """The one attribute that ``spec`` reads."""
-
-    shape = {"data": 2, "fsdp": 4, "tensor": 2, "context": 1}
 
 
 def test_every_leaf_has_logical_axes_of_its_rank():
@@ -32,7 +26,9 @@ def test_every_leaf_has_logical_axes_of_its_rank():
         checkpoint="",
     )
     params = decoder.abstract_params(cfg)
-    assert {k: set(v) for k, v in params.items()} == {k: set(v) for k, v in sharding.LOGICAL.items()}
+    assert {k: set(v) for k, v in params.items()} == {
+        k: set(v) for k, v in sharding.LOGICAL.items()
+    }
     for group, leaves in params.items():
         for name, leaf in leaves.items():
             axes = sharding.LOGICAL[group][name]
@@ -41,17 +37,18 @@ def test_every_leaf_has_logical_axes_of_its_rank():
 
 
 def test_rules_and_fallback_where_an_axis_does_not_divide():
-    assert sharding.spec(FakeMesh, ("layers", "model", "heads"), (3, 64, 8)) == PartitionSpec(
+    mesh = AbstractMesh((2, 4, 2, 1), sharding.AXES)
+    assert sharding.spec(mesh, ("layers", "model", "heads"), (3, 64, 8)) == PartitionSpec(
         None, ("fsdp",), ("tensor",)
     )
-    assert sharding.spec(FakeMesh, ("layers", "model", "kv_heads"), (3, 64, 1)) == PartitionSpec(
+    assert sharding.spec(mesh, ("layers", "model", "kv_heads"), (3, 64, 1)) == PartitionSpec(
         None, ("fsdp",), None
     )
-    assert sharding.spec(FakeMesh, ("vocab", "embed"), (512, 64)) == PartitionSpec(
+    assert sharding.spec(mesh, ("vocab", "embed"), (512, 64)) == PartitionSpec(
         ("fsdp", "tensor"), None
     )
-    assert sharding.spec(FakeMesh, ("vocab", "embed"), (12, 64)) == PartitionSpec(("fsdp",), None)
-    assert sharding.spec(FakeMesh, ("rows", "tokens"), (8, 128)) == PartitionSpec(
+    assert sharding.spec(mesh, ("vocab", "embed"), (12, 64)) == PartitionSpec(("fsdp",), None)
+    assert sharding.spec(mesh, ("rows", "tokens"), (8, 128)) == PartitionSpec(
         ("data", "fsdp"), None
     )
 

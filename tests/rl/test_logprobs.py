@@ -39,8 +39,9 @@ def test_equals_naive_values_and_gradients(inputs, chunk):
 
     (_, got), got_grads = jax.value_and_grad(total, (1, 2), has_aux=True)(chunked, hidden, head)
     (_, want), want_grads = jax.value_and_grad(total, (1, 2), has_aux=True)(naive, hidden, head)
-    for x, y in zip(jax.tree.leaves((got, got_grads)), jax.tree.leaves((want, want_grads)),
-                    strict=True):
+    for x, y in zip(
+        jax.tree.leaves((got, got_grads)), jax.tree.leaves((want, want_grads)), strict=True
+    ):
         np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-6)
         assert x.dtype == jnp.float32
 

@@ -7,6 +7,7 @@ run their commands, then waits.
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 from pathlib import Path
 
@@ -25,7 +26,8 @@ async def own(backend: str, image: str, cache: str, layer: str, host: str) -> No
     spec = SandboxSpec(image=image, layers=(layer,), workdir="/testbed", best_effort=True)
     async with providers[backend]() as provider:
         boxes = [await provider.create(spec) for _ in range(3)]
-        running = [asyncio.ensure_future(b.exec("setsid sleep 87651 & sleep 87652")) for b in boxes]
+        command = f"setsid sleep 87651.{os.getpid()} & sleep 87652.{os.getpid()}"
+        running = [asyncio.ensure_future(box.exec(command)) for box in boxes]
         await asyncio.sleep(0.3)
         print("running", flush=True)
         await asyncio.wait(running, timeout=120)

@@ -17,6 +17,13 @@ from skyrl_jax.sandbox.fake import FakeProvider
 from skyrl_jax.sandbox.wire import pack_files, unpack_files
 from tests.sandbox.conftest import Backend
 
+pytestmark = pytest.mark.xdist_group("sandbox")  # they look at the host's processes
+
+
+def nap(number: int) -> str:
+    """A sleep that no other test process runs."""
+    return f"sleep {number}.{os.getpid()}"
+
 
 def sleepers(mark: str) -> list[str]:
     """Command lines on the host that hold the mark (a sleep of an unusual length)."""
@@ -88,12 +95,12 @@ def test_nothing_outlives_a_command(backend: Backend) -> None:
     async def run() -> None:
         async with backend.box() as box:
             began = time.monotonic()
-            done = await box.exec("setsid sleep 98761 & nohup sleep 98762 & echo hi")
+            done = await box.exec(f"setsid {nap(98761)} & nohup {nap(98762)} & echo hi")
             assert done.output == "hi\n" and done.returncode == 0
-            assert sleepers("sleep 9876") == []
-            done = await box.exec("setsid sleep 98763 & sleep 98764", timeout_s=0.3)
+            assert not any(sleepers(nap(number)) for number in range(98761, 98765))
+            done = await box.exec(f"setsid {nap(98763)} & {nap(98764)}", timeout_s=0.3)
             assert done.timed_out and done.returncode == 137
-            assert sleepers("sleep 9876") == []
+            assert not any(sleepers(nap(number)) for number in range(98761, 98765))
             done = await box.exec("(setsid yes & ) ; echo over", max_output_bytes=64)
             assert "over" in done.output or done.truncated
             assert time.monotonic() - began < 5
@@ -106,9 +113,9 @@ def test_a_cancelled_command_is_ended_and_the_next_one_works(backend: Backend) -
     async def run() -> None:
         async with backend.box() as box:
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(box.exec("echo stale; sleep 98765"), 0.3)
+                await asyncio.wait_for(box.exec(f"echo stale; {nap(98765)}"), 0.3)
             assert (await box.exec("echo fresh")).output == "fresh\n"
-            assert sleepers("sleep 98765") == []
+            assert sleepers(nap(98765)) == []
             first, second = await asyncio.gather(box.exec("echo 1"), box.exec("echo 2"))
             assert (first.output, second.output) == ("1\n", "2\n")
 
@@ -184,7 +191,7 @@ def test_destroy_is_idempotent_and_final(backend: Backend) -> None:
             box = await provider.create(backend.spec())
             other = await provider.create(backend.spec())
             assert provider.live == 2
-            running = asyncio.ensure_future(box.exec("sleep 98766"))
+            running = asyncio.ensure_future(box.exec(nap(98766)))
             await asyncio.sleep(0.2)
             await asyncio.gather(box.destroy(), box.destroy())
             await box.destroy()
@@ -195,7 +202,7 @@ def test_destroy_is_idempotent_and_final(backend: Backend) -> None:
             assert provider.live == 1
             assert (await other.exec("echo alive")).output == "alive\n"
         assert provider.live == 0
-        assert sleepers("sleep 98766") == []
+        assert sleepers(nap(98766)) == []
 
     asyncio.run(run())
 
@@ -222,11 +229,11 @@ def test_the_lifetime_ends_a_sandbox(backend: Backend) -> None:
         async with backend.make() as provider:
             box = await provider.create(backend.spec(lifetime_s=1.0))
             with pytest.raises(AgentCausedError):
-                await box.exec("sleep 98767", timeout_s=20)
+                await box.exec(nap(98767), timeout_s=20)
             with pytest.raises(AgentCausedError):
                 await box.exec("true")
             await box.destroy()
-        assert sleepers("sleep 98767") == []
+        assert sleepers(nap(98767)) == []
 
     asyncio.run(run())
 

@@ -13,6 +13,9 @@ import pytest
 from skyrl_jax.core.errors import ImageError, InfraError
 from skyrl_jax.sandbox.bwrap import AGENT_UID, UID_BASE
 from tests.sandbox.conftest import Backend
+from tests.sandbox.test_contract import nap
+
+pytestmark = pytest.mark.xdist_group("sandbox")  # they look at the host's processes
 
 
 def test_kill_everything_does_not_reach_the_supervisor(isolated: Backend) -> None:
@@ -128,7 +131,7 @@ def test_commands_have_no_power(isolated: Backend) -> None:
 
     def look_from_the_host() -> None:
         time.sleep(0.4)
-        seen.update(_uids_of("sleep 54321"))
+        seen.update(_uids_of(nap(54321)))
 
     async def run() -> None:
         async with isolated.box() as box:
@@ -139,7 +142,7 @@ def test_commands_have_no_power(isolated: Backend) -> None:
             assert (await box.exec("id -u")).output == "1\n"
             looker = threading.Thread(target=look_from_the_host)
             looker.start()
-            await box.exec("sleep 54321", timeout_s=1.0)
+            await box.exec(nap(54321), timeout_s=1.0)
             looker.join()
             for attempt in (
                 "unshare -Ur true",

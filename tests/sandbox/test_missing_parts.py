@@ -22,6 +22,8 @@ from skyrl_jax.sandbox.factory import make_provider
 from skyrl_jax.sandbox.process import ProcessProvider
 from tests.sandbox.conftest import CACHE, Backend
 
+pytestmark = pytest.mark.xdist_group("sandbox")  # they look at the host's processes
+
 
 async def _enter(provider: BwrapProvider | DockerProvider) -> None:
     async with provider:

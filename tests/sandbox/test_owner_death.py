@@ -10,18 +10,28 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
+
+from skyrl_jax.core.errors import InfraError, SandboxGone
 from skyrl_jax.sandbox.bwrap import BwrapProvider
 from skyrl_jax.sandbox.cgroup import find_cgroups, oom_kills, owner_alive, run_name
 from tests.sandbox.conftest import CACHE, Backend
 from tests.sandbox.dockerd import REPO
 from tests.sandbox.test_contract import sleepers
 
+pytestmark = pytest.mark.xdist_group("sandbox")  # they look at the host's processes
+
 CGROUPS = Path("/sys/fs/cgroup")
+
+
+def naps_of(owner: int) -> list[str]:
+    """The commands that an owner's sandboxes run."""
+    return sleepers(f"sleep 87651.{owner}") + sleepers(f"sleep 87652.{owner}")
 
 
 def leftovers(owner: int) -> list[str]:
     """Processes, mounts and cgroup directories of a dead owner's sandboxes."""
-    found = sleepers("sleep 8765") + sleepers(f"-p {owner} -t")
+    found = naps_of(owner) + sleepers(f"-p {owner} -t")
     found += [
         line for line in Path("/proc/mounts").read_text().splitlines() if "skyrl-stage" in line
     ]
@@ -36,7 +46,7 @@ def start_owner(backend: Backend, host: str) -> subprocess.Popen[bytes]:
     command += [spec.image, str(CACHE), spec.layers[0], host]
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=REPO, start_new_session=True)
     assert owner.stdout is not None and owner.stdout.readline() == b"running\n"
-    assert len(sleepers("sleep 8765")) >= 6
+    assert len(naps_of(owner.pid)) >= 6
     return owner
 
 
@@ -49,7 +59,7 @@ def test_nothing_is_left_when_the_owner_is_killed(backend: Backend, daemon: str)
         time.sleep(0.05)
     assert left == []
     if backend.kind == "docker":
-        listed = ["docker", "-H", daemon, "ps", "-aq", "--filter", "label=skyrl.run"]
+        listed = ["docker", "-H", daemon, "ps", "-aq", "--filter", f"name=skyrl-owner-{owner.pid}-"]
         while subprocess.run(listed, capture_output=True, timeout=30).stdout:
             assert time.monotonic() < deadline
             time.sleep(0.1)
@@ -67,6 +77,7 @@ def test_nothing_is_left_when_the_whole_process_group_is_killed(bwrap: Backend) 
 
 def test_a_killed_launcher_takes_its_sandbox_along_and_the_next_run_reaps(bwrap: Backend) -> None:
     owner = start_owner(bwrap, "")
+    os.kill(owner.pid, signal.SIGSTOP)  # or it would clean up itself
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             try:
@@ -76,9 +87,9 @@ def test_a_killed_launcher_takes_its_sandbox_along_and_the_next_run_reaps(bwrap:
             if line.startswith(b"launcher") and f"-p {owner.pid} -t".encode() in line:
                 os.kill(int(entry.name), signal.SIGKILL)
     deadline = time.monotonic() + 10
-    while sleepers("sleep 8765") and time.monotonic() < deadline:
+    while naps_of(owner.pid) and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert sleepers("sleep 8765") == []
+    assert naps_of(owner.pid) == []
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait(timeout=10)
     assert leftovers(owner.pid) != []  # cgroup directories: their watcher was killed
@@ -93,9 +104,10 @@ def test_a_killed_launcher_takes_its_sandbox_along_and_the_next_run_reaps(bwrap:
 def test_run_names_tell_whether_their_owner_lives() -> None:
     name = run_name("my run/7")
     assert name.startswith("my-run-7.") and owner_alive(name)
-    label, pid, started = name.rsplit(".", 2)
-    assert not owner_alive(f"{label}.{pid}.{int(started) + 1}")  # the pid was used again
-    assert not owner_alive(f"{label}.4194304.1")
+    assert run_name("my run/7") != name  # two providers of one process
+    label, pid, started, mark = name.split(".")
+    assert not owner_alive(f"{label}.{pid}.{int(started) + 1}.{mark}")  # the pid was used again
+    assert not owner_alive(f"{label}.4194304.1.{mark}")
     assert owner_alive("something-else")
 
 
@@ -106,7 +118,7 @@ def test_cgroup_files_of_both_versions(tmp_path: Path, bwrap: Backend) -> None:
     tree = find_cgroups("r", tmp_path)
     assert tree is not None and tree.version == 1
     plan = tree.plan("3", spec)
-    run = run_name("r")
+    run = tree.run
     assert plan.directories == tuple(
         f"{tmp_path}/{c}/skyrl/{run}/3" for c in ("memory", "pids", "cpu")
     )
@@ -116,10 +128,34 @@ def test_cgroup_files_of_both_versions(tmp_path: Path, bwrap: Backend) -> None:
     tree = find_cgroups("r", tmp_path)
     assert tree is not None and tree.version == 2
     plan = tree.plan("3", spec)
-    assert plan.directories == (f"{tmp_path}/skyrl/{run}/3",)
+    assert plan.directories == (f"{tmp_path}/skyrl/{tree.run}/3",)
     values = {write.rsplit("/", 1)[1] for write in plan.writes}
     assert values == {"memory.max=2097152", "pids.max=7", "cpu.max=50000 100000"}
     (tmp_path / "cgroup.controllers").write_text("cpuset io\n")
     assert find_cgroups("r", tmp_path) is None
     assert oom_kills(b"oom_kill_disable 0\nunder_oom 0\noom_kill 4\n") == 4
     assert oom_kills(b"low 0\noom 2\noom_kill 1\n") == 1
+
+
+def test_who_is_to_blame_for_a_sandbox_that_ends(bwrap: Backend) -> None:
+    """PID 1 killed (memory, say): the agent's doing. The launcher killed: the host's."""
+
+    async def run() -> None:
+        async with bwrap.make() as provider:
+            for victim, blame in (("supervisor", SandboxGone), ("launcher", InfraError)):
+                box = await provider.create(bwrap.spec())
+                running = asyncio.ensure_future(box.exec("sleep 30"))
+                await asyncio.sleep(0.2)
+                (members,) = (CGROUPS / "pids" / "skyrl" / provider._cgroups.run).glob("*/")
+                pids = [int(pid) for pid in (members / "cgroup.procs").read_text().split()]
+                lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
+                supervisor = next(p for p in pids if lines[p].startswith(b"/.skyrl/supervisor"))
+                os.kill(supervisor if victim == "supervisor" else box._pid, signal.SIGKILL)
+                with pytest.raises(blame):
+                    await running
+                with pytest.raises(blame):
+                    await box.exec("true")
+                await box.destroy()
+                assert not members.exists()
+
+    asyncio.run(run())

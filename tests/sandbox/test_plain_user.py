@@ -18,7 +18,9 @@ from skyrl_jax.sandbox import native_build
 from tests.sandbox.dockerd import REPO
 from tests.sandbox.test_contract import sleepers
 
-USER = "skyrl-plain-user"
+pytestmark = pytest.mark.xdist_group("sandbox")  # they look at the host's processes
+
+USER = f"skyrl-plain-{os.getpid()}"
 
 
 @pytest.fixture

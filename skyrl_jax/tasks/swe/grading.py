@@ -111,7 +111,7 @@ def _ended_early(result: ExecResult) -> str:
 def _tampering(result: ExecResult, statuses: Mapping[str, str], expectation: Expectation) -> str:
     """Say which two sources disagree, or return ``""``."""
     report = parse_report(result.output, expectation.nonce, expectation.parent_facts)
-    canaries, passed = expectation.canaries, resolved(statuses, expectation)
+    passed = resolved(statuses, expectation)
     if report is None:
         return "no report of the parent process at the end of the log"
     if report.code != result.returncode:
@@ -124,11 +124,20 @@ def _tampering(result: ExecResult, statuses: Mapping[str, str], expectation: Exp
         return "the log was flooded"
     if _differ(statuses, report.facts, expectation):
         return "the log contradicts itself or the report of the parent process"
-    wrong = statuses.get(canaries.passing) != PASSED or statuses.get(canaries.failing) != FAILED
-    seen = canaries.passing in statuses or canaries.failing in statuses
-    if wrong and (passed or seen):
-        return "a canary test has the wrong result"
-    return "exit code 0 although a canary test must fail" if report.code == 0 else ""
+    return _canary_trouble(statuses, expectation.canaries, passed, report.code)
+
+
+def _canary_trouble(
+    statuses: Mapping[str, str], canaries: Canaries, passed: bool, code: int
+) -> str:
+    """Both absent is no sign of tampering where nothing passed: collection may have failed."""
+    good, bad = statuses.get(canaries.passing), statuses.get(canaries.failing)
+    if code == 0:
+        return "exit code 0 although a canary test must fail"
+    if good is None and bad is None:
+        return "the canary tests are missing" if passed else ""
+    wrong = good != PASSED or bad == PASSED or (bad is None and passed)
+    return "a canary test has the wrong result" if wrong else ""
 
 
 def _differ(

@@ -18,8 +18,9 @@ from skyrl_jax.tasks.swe.rows import SweRow
 _START = ("python3", "-S", "-E", "-c")
 _PYTEST = (
     "import sys; sys.path[:1] = ['/opt/env', '/opt/swe']; import pytest, swe_pytest; "
-    "sys.path[:1] = {path!r}; sys.exit(pytest.main(['-p', 'swe_pytest', '-p', 'no:cacheprovider', '-o', 'addopts=', "
-    "'-rA', '--tb=short', '--show-capture=no', '--rootdir=.', '-q', *sys.argv[1:]]))"
+    "sys.path[:1] = {path!r}; sys.exit(pytest.main(['-p', 'swe_pytest', '-p', "
+    "'no:cacheprovider', '-o', 'addopts=', '-rA', '--tb=short', '--show-capture=no', "
+    "'--rootdir=.', '-q', *sys.argv[1:]]))"
 )
 _SYMPY = (
     "import sys; sys.path[:0] = {path!r}; import sympy; "
@@ -93,7 +94,7 @@ def harness_grading(row: SweRow, harness: Harness, diff: str, excluded: Sequence
     operations += [(f"restore {name}", b"") for name in paths]
     operations.append(("apply_tests", row.test_patch.encode()))
     operations.append((f"write {path}", text.encode()))
-    operations.append(("exec", "\0".join(harness.command([path, *tests])).encode()))
+    operations.append(("exec", "\0".join(harness.command([*tests, path])).encode()))
     expectation = Expectation(
         fail_to_pass=row.fail_to_pass,
         pass_to_pass=tuple(name for name in row.pass_to_pass if name not in set(excluded)),

@@ -68,6 +68,6 @@ def _write_tools(draft: Path) -> None:
                 doraise=True,
                 invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH,
             )
-            Path(made).chmod(0o644)
+            Path(str(made)).chmod(0o644)
     for folder in (draft / "opt", target, target / "__pycache__"):
         folder.chmod(0o755)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from skyrl_jax.core.protocols import ExecResult, SandboxProvider, SandboxSpec
 from skyrl_jax.core.types import Score
 from skyrl_jax.tasks.swe.environment import MAX_DIFF
 from skyrl_jax.tasks.swe.grading import Canaries, Expectation, judge
+from skyrl_jax.tasks.swe.guest.swe_runner import split_assert
 from skyrl_jax.tasks.swe.rows import SweRow
 
 GRADE = ("python3", "-S", "-E", "../opt/swe/grade.py")
@@ -41,18 +43,24 @@ def make_nonce() -> str:
     return secrets.token_hex(8)
 
 
-def make_canaries(folder: str) -> tuple[Canaries, str, str]:
-    """Return fresh canaries, their file's path and its text."""
-    good, bad = f"test_{secrets.token_hex(4)}", f"test_{secrets.token_hex(4)}"
-    number = secrets.randbelow(1000)
-    path = f"{folder}/test_{secrets.token_hex(4)}.py"
-    tests = [
-        f"def {good}():\n    assert {number} + 1 == {number + 1}\n",
-        f"def {bad}():\n    assert {number} + 1 == {number}\n",
-    ]
-    secrets.SystemRandom().shuffle(tests)
-    canaries = Canaries(passing=f"{path}::{good}", failing=f"{path}::{bad}")
-    return canaries, path, "\n\n".join(tests)
+def add_canaries(path: str, text: str, target: str, rng: random.Random) -> tuple[Canaries, str]:
+    """Hide two canary tests among the tests of a file; return them and the new text.
+
+    The failing one asks the repaired function (``target``) for a value that it cannot have, with an
+    input of a real test: a result that claims to equal everything, or a runner patched to pass
+    everything, makes it pass.
+    """
+    head, *tests = text.rstrip("\n").split("\n\n\ndef ")
+    names = [f"test_{rng.getrandbits(40):010x}" for _ in range(2)]
+    sides = [found for line in text.splitlines() if (found := split_assert(line))]
+    calls = [call for call, _ in sides if call.startswith(f"{target}(")]
+    number = rng.randint(10**6, 10**9)
+    call = rng.choice(calls) if calls else f"{number} + 1"
+    bodies = (f"assert {number} + 1 == {number + 1}", f"assert {call} == {number}")
+    for name, body in zip(names, bodies, strict=True):
+        tests.insert(rng.randint(0, len(tests)), f"{name}():\n    {body}")
+    canaries = Canaries(passing=f"{path}::{names[0]}", failing=f"{path}::{names[1]}")
+    return canaries, "\n\n\ndef ".join([head, *tests]) + "\n"
 
 
 def light_grading(row: SweRow, hidden: dict[str, str], diff: str) -> Grading:
@@ -63,13 +71,15 @@ def light_grading(row: SweRow, hidden: dict[str, str], diff: str) -> Grading:
         hidden: the files that test_patch adds.
         diff: the submission.
     """
-    canaries, path, text = make_canaries("tests")
+    first, *_ = hidden
+    target = str(row.extra["function"]).partition("(")[0].removeprefix("def ")
+    canaries, text = add_canaries(first, hidden[first], target, random.SystemRandom())
     files = {name: body for name, body in row.extra["files"].items() if name.startswith("tests/")}
     operations: list[Operation] = [("apply", diff.encode("utf-8", "surrogateescape"))]
     operations.append(("wipe tests", b""))
-    for name, body in {**files, **hidden, path: text}.items():
+    for name, body in {**files, **hidden, first: text}.items():
         operations.append((f"write {name}", body.encode()))
-    operations.append(("run", "\0".join([path, *hidden]).encode()))
+    operations.append(("run", "\0".join(hidden).encode()))
     expectation = Expectation(
         fail_to_pass=row.fail_to_pass,
         pass_to_pass=row.pass_to_pass,

@@ -133,7 +133,8 @@ def _run_all(paths, sink, cpu_s):
     try:
         import resource
 
-        resource.setrlimit(resource.RLIMIT_CPU, (int(cpu_s) + 2, int(cpu_s) + 2))
+        limit = int(cpu_s) + 1  # for code that swallows the timer's exception
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
         resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     except (ImportError, ValueError, OSError):
         pass
@@ -141,7 +142,7 @@ def _run_all(paths, sink, cpu_s):
     sys.path = [entry for entry in sys.path if entry != os.path.dirname(__file__)]
     sys.path.append(os.getcwd())
     _signal.signal(_signal.SIGPROF, _out_of_time)
-    _signal.setitimer(_signal.ITIMER_PROF, cpu_s, cpu_s / 2)
+    _signal.setitimer(_signal.ITIMER_PROF, cpu_s)
     for path in paths:
         if not _run_module(path, sink):
             break
