@@ -53,7 +53,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["skyrl_jax", "skyrl_jax.*"]),
-    package_data={"skyrl_jax": ["**/*.toml", "**/*.jinja", "**/*.c", "**/*.json", "**/*.txt"]},
+    package_data={"skyrl_jax": ["**/*.toml", "**/*.jinja", "**/*.c", "**/*.h", "**/*.json", "**/*.txt"]},
     install_requires=CORE,
     extras_require=EXTRAS,
 )

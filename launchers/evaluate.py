@@ -24,8 +24,7 @@ from launchers.common import define_config_flag, read_config, run_main
 from skyrl_jax.core.config import RunConfig, SandboxConfig
 from skyrl_jax.core.errors import ConfigError
 from skyrl_jax.sandbox.bwrap import prepare_layer
-from skyrl_jax.sandbox.factory import make_provider
-from skyrl_jax.sandbox.images import base_image
+from skyrl_jax.sandbox.factory import make_provider, resolve_image
 from skyrl_jax.tasks.swe.rows_suite import rows_suite, select_rows
 from skyrl_jax.train.evaluate_rows import AGENTS, evaluate_rows
 
@@ -60,7 +59,7 @@ async def _evaluate(
     rows = select_rows(path, ids)
     cache = Path(_CACHE.value)
     sandbox = _roomy(config.sandbox)
-    image = sandbox.image or str(await asyncio.to_thread(base_image, cache))
+    image = await asyncio.to_thread(resolve_image, sandbox, cache)
     suite = await asyncio.to_thread(
         rows_suite,
         rows,

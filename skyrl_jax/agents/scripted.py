@@ -33,7 +33,7 @@ _FAMILIES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScriptedAgent:
-    """Repairs a task from ``Task.payload`` (path, buggy_line, fixed_line) through the real loop.
+    """Repairs a task from ``Task.payload`` (path, old_str, new_str) through the real loop.
 
     Args:
         loop: the scaffold the script speaks through; its renderer must be a ChatMLRenderer.
@@ -82,10 +82,10 @@ class ScriptedGenerator:
 def script(task: Task, sample_index: int, *, wrong_first: float, seed: int) -> list[str]:
     """Return the assistant texts of one demonstration."""
     payload = task.payload
-    for key in ("path", "buggy_line", "fixed_line"):
+    for key in ("path", "old_str", "new_str"):
         if not isinstance(payload.get(key), str):
             raise DataError(f"task {task.task_id!r}: payload[{key!r}] must be a string")
-    path, line, fixed = payload["path"], payload["buggy_line"], payload["fixed_line"]
+    path, line, fixed = payload["path"], payload["old_str"], payload["new_str"]
     rng = random.Random(derive_seed(seed, task.task_id, sample_index, "script"))
     texts: list[str] = []
     wrong = wrong_edits(line, fixed)

@@ -61,6 +61,7 @@ class Programs:
     def __init__(self, cfg: ModelConfig, shape: EngineShape) -> None:
         self.cfg = cfg
         self.shape = shape
+        self.page_counts = _page_counts(shape.max_context)
         self.prefill = jax.jit(
             partial(steps.prefill, cfg), static_argnames="pages", donate_argnums=1
         )
@@ -75,26 +76,54 @@ class Programs:
         return steps.empty_cache(self.cfg, self.shape.block, self.shape.max_context)
 
     def warm_up(self, params: Any) -> None:
-        """Compile everything."""
-        params, cache = self.serving(params), self.cache()
-        tokens = np.zeros((self.shape.prefill_rows, self.shape.prefill_chunk), np.int32)
-        rows = np.zeros((self.shape.prefill_rows,), np.int32)
-        idle = steps.Rows(**_host_rows(self.shape.block))
-        for pages in self.page_counts():
-            cache, hidden = self.prefill(params, cache, tokens, rows, rows, pages=pages)
-            cache, _ = self.decode(params, cache, idle, steps=self.shape.decode_steps, pages=pages)
-        jax.block_until_ready(self.score(params, hidden, tokens))
+        """Compile everything, and check that bits do not depend on the page count.
 
-    def page_counts(self) -> list[int]:
-        """Page counts that programs are compiled for: 1, 2, 4, ... and all."""
-        counts, whole = [1], -(-self.shape.max_context // steps.PAGE)
-        while counts[-1] < whole:
-            counts.append(min(2 * counts[-1], whole))
-        return counts
+        They should not (engine/steps.py), but a compiler may fuse the programs differently: then
+        only the largest one is used, which is slower and right.
+
+        Args:
+            params: weights of the served shapes; random ones do.
+        """
+        serving = self.serving(params)
+        seen = [self._probe(serving, pages) for pages in self.page_counts]
+        wanted = [np.asarray(leaf).tobytes() for leaf in seen[-1]]
+        if any([np.asarray(leaf).tobytes() for leaf in one] != wanted for one in seen):
+            self.page_counts = self.page_counts[-1:]
 
     def pages(self, positions: int) -> int:
         """Return the smallest compiled page count that covers ``positions``."""
-        return next(n for n in self.page_counts() if n * steps.PAGE >= positions)
+        return next(n for n in self.page_counts if n * steps.PAGE >= positions)
+
+    def _probe(self, serving: Any, pages: int) -> list[Any]:
+        """Run every program on fixed inputs that fit one page; return what bits are compared."""
+        rows, width, slots = self.shape.prefill_rows, self.shape.prefill_chunk, self.shape.block
+        draw = np.random.default_rng(0)
+        tokens = draw.integers(0, self.cfg.vocab_size, (rows, width)).astype(np.int32)
+        where = (np.arange(rows) % slots).astype(np.int32)
+        cache, hidden = self.prefill(
+            serving, self.cache(), tokens, where, np.zeros((rows,), np.int32), pages=pages
+        )
+        host = _host_rows(slots)
+        host["position"][:] = width - 1
+        host["budget"][:] = self.shape.max_context - width
+        host["seed"][:, 1] = np.arange(slots)
+        cache, out = self.decode(
+            serving, cache, steps.Rows(**host), steps=self.shape.decode_steps, pages=pages
+        )
+        scores = self.score(serving, hidden, tokens)
+        return [hidden, scores, out.ids, out.logprobs, *(layer[0] for layer in cache.k)]
+
+
+def _page_counts(max_context: int) -> list[int]:
+    """Page counts that programs are compiled for: 2, 4, 8, ... and all.
+
+    Not 1: XLA's CPU compiler computes the softmax of a single page by other means.
+    """
+    whole = -(-max_context // steps.PAGE)
+    counts = [min(2, whole)]
+    while counts[-1] < whole:
+        counts.append(min(2 * counts[-1], whole))
+    return counts
 
 
 @dataclass(slots=True, eq=False)

@@ -61,6 +61,11 @@ class Engine:
         names = ("prefill_tokens", "decode_tokens", "decode_rows")
         return {name: sum(getattr(block, name) for block in self._blocks) for name in names}
 
+    @property
+    def page_counts(self) -> list[int]:
+        """Cache pages that programs read: several when bits agree over them (Programs.warm_up)."""
+        return self._programs.page_counts
+
     def load(self, params: Any, version: str) -> None:
         """Replace the weights. The cache is emptied: no request may be running."""
         self.flush()

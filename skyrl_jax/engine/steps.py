@@ -6,7 +6,7 @@ neither its slot nor its neighbours. The draw of a token depends on (seed, posit
 The cache is cut into pages of W positions, each an array of its own, stored as the two matmuls of
 attention read them. A program over the first n pages touches no more than these, without the copies
 that slicing one long array costs on a CPU; and since pages are added up in order, a page that holds
-nothing for a row adds exact zeros: bits do not depend on n.
+nothing for a row adds exact zeros: bits do not depend on n (engine/block.py checks it at start).
 
 Shapes: S slots, W positions a page, P chunk rows of C tokens, H query heads, G key/value heads,
 K head dim, V vocabulary, E stop ids a row.
@@ -26,7 +26,7 @@ from skyrl_jax.models import decoder
 
 Params = Any
 GREEDY_BELOW = 1e-6  # temperatures under this mean argmax, as in SGLang
-PAGE = 128
+PAGE = 64
 _CDF_BLOCK = 32
 _EXACT = jax.lax.Precision.HIGHEST
 _MASKED = -1e30

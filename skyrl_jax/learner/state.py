@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -64,14 +65,13 @@ def state_from_params(
 
     The params are copied: the train step donates its state, and the caller keeps its own tree.
     """
-    shardings = None if mesh is None else state_shardings(model_cfg, learner_cfg, mesh)
-    optimizer = make_optimizer(learner_cfg)
-
-    def make(given: Params) -> TrainState:
-        ours = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), given)
-        return TrainState(jnp.zeros((), jnp.int32), ours, optimizer.init(ours))
-
-    state: TrainState = jax.jit(make, out_shardings=shardings)(params)
+    # As host or device arrays alike: one program.
+    params = jax.tree.map(jnp.asarray, params)
+    if mesh is None:
+        state: TrainState = _fresh(learner_cfg, params)
+        return state
+    shardings = state_shardings(model_cfg, learner_cfg, mesh)
+    state = jax.jit(_make, static_argnums=0, out_shardings=shardings)(learner_cfg, params)
     return state
 
 
@@ -108,6 +108,16 @@ def shard_batch(mesh: jax.sharding.Mesh, batch: Batch) -> Batch:
     """Put a numpy batch on the mesh, rows over data x fsdp."""
     placed: Batch = jax.tree.map(lambda x: jax.device_put(x, row_sharding(mesh, x.shape)), batch)
     return placed
+
+
+def _make(learner_cfg: LearnerConfig, params: Params) -> TrainState:
+    ours = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
+    return TrainState(jnp.zeros((), jnp.int32), ours, make_optimizer(learner_cfg).init(ours))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _fresh(learner_cfg: LearnerConfig, params: Params) -> TrainState:
+    return _make(learner_cfg, params)
 
 
 def pad_rows(batch: Batch, num_rows: int) -> Batch:

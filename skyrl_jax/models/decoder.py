@@ -11,6 +11,7 @@ F ffn, L layers, V vocabulary. Params are fp32 masters; compute runs in the dtyp
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -55,18 +56,16 @@ def init_params(cfg: ModelConfig, key: Array, shardings: Any = None) -> Params:
         key: a jax PRNG key.
         shardings: pytree of shardings for the result (models/sharding.py), or ``None``.
     """
-    from skyrl_jax.models.module import pure_params  # flax costs a second to import
-
     check_config(cfg)
-    return jax.jit(lambda k: pure_params(cfg, k), out_shardings=shardings)(key)
+    if shardings is None:
+        return _init(cfg, key)
+    return jax.jit(_pure_params, static_argnums=0, out_shardings=shardings)(cfg, key)
 
 
 def abstract_params(cfg: ModelConfig) -> Params:
     """Return the params tree as shapes and dtypes, without any memory."""
-    from skyrl_jax.models.module import pure_params
-
     check_config(cfg)
-    return jax.eval_shape(lambda k: pure_params(cfg, k), jax.random.key(0))
+    return jax.eval_shape(lambda k: _pure_params(cfg, k), jax.random.key(0))
 
 
 def matmul(x: Float[Array, "... A"], w: Float[Array, "A C"]) -> Float[Array, "... C"]:
@@ -235,6 +234,17 @@ def masked_attention(
         "bgqs,bgsd->bgqd", weights, v, precision=_precision(v), preferred_element_type=v.dtype
     )
     return out.reshape(b, g, r, n, d).transpose(0, 3, 1, 2, 4).reshape(b, n, h, d)
+
+
+def _pure_params(cfg: ModelConfig, key: Array) -> Params:
+    from skyrl_jax.models.module import pure_params  # flax costs a second to import
+
+    return pure_params(cfg, key)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _init(cfg: ModelConfig, key: Array) -> Params:
+    return _pure_params(cfg, key)
 
 
 def _precision(x: Array) -> Any:

@@ -2,7 +2,7 @@
 
 ``base_image(cache_dir)`` returns a directory with bash, coreutils, git, patch, tar and the Python
 that runs us (as /usr/local/bin/python3 and /usr/bin/python3); no path, variable or credential of
-the host is in it. For docker, two commands do the same (the second runs the tests' image):
+the host is in it. For docker, two commands make the same image without a registry:
 
     python -m skyrl_jax.sandbox.images --docker skyrl-sandbox:base [--host unix:///path/docker.sock]
     DOCKER_BUILDKIT=0 docker build --network none -t skyrl-sandbox:latest \

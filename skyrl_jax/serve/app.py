@@ -88,6 +88,9 @@ class Server:
             return web.json_response({"error": wrong}, status=400)
         parsed = requests.parse(body, self._limits)
         start = time.monotonic()
+        # a server is paused for as long as its controller wants: no deadline but the client's
+        await self._running.wait()
+        self._check_rids([item.rid for item in parsed.requests])
         answers = await asyncio.gather(
             *(
                 self._one(item, start, logprob=flag, echo_prompt=parsed.echo_prompt)
@@ -99,15 +102,18 @@ class Server:
     async def _one(
         self, item: Request, start: float, *, logprob: bool, echo_prompt: bool
     ) -> dict[str, Any]:
-        # a server is paused for as long as its controller wants: no deadline but the client's
-        await self._running.wait()
-        if self._worker.live(item.rid):
-            raise requests.BadRequest(f"rid {item.rid!r} is already in use; rids must be unique")
         result = await self._worker.generate(item)
         latency = time.monotonic() - start
         return requests.answer(
             result, self._version, latency, logprob=logprob, echo_prompt=echo_prompt
         )
+
+    def _check_rids(self, rids: list[str]) -> None:
+        seen: set[str] = set()
+        for rid in rids:
+            if self._worker.live(rid) or rid in seen:
+                raise requests.BadRequest(f"rid {rid!r} is already in use; rids must be unique")
+            seen.add(rid)
 
     async def abort_request(self, request: web.Request) -> web.Response:
         """End requests by rid prefix, or all; 200 whether or not one matched."""

@@ -140,7 +140,7 @@ def _build(options: ServeOptions, port: int) -> tuple[Any, Any]:
     if not options.wait_for_weights:
         engine.load(weights.read_weights(folder, cfg), options.weight_version)
     started = time.monotonic()
-    engine.warm_up(weights.zero_params(cfg))
+    engine.warm_up(weights.random_params(cfg))
     limits = Limits(
         vocab_size=cfg.vocab_size,
         max_context=options.max_context,
@@ -153,6 +153,7 @@ def _build(options: ServeOptions, port: int) -> tuple[Any, Any]:
         "slots": options.slots,
         "decode_steps": options.decode_steps,
         "compile_s": round(time.monotonic() - started, 3),
+        "page_counts": engine.page_counts,
         "skip_tokenizer_init": True,
     }
 

@@ -42,20 +42,22 @@ def eos_ids(folder: Path) -> tuple[int, ...]:
     return tuple(value) if isinstance(value, list) else (int(value),)
 
 
-def zero_params(cfg: ModelConfig) -> dict[str, Any]:
-    """Return params of the right shapes, to compile programs before the first weights arrive."""
-    layers = {
-        name: np.zeros((cfg.num_layers, *shape), np.float32)
-        for name, shape in hf.layer_shapes(cfg).items()
-    }
+def random_params(cfg: ModelConfig) -> dict[str, Any]:
+    """Return params of the right shapes, to compile and check programs before weights arrive."""
+    draw = np.random.default_rng(0)
+
+    def leaf(*shape: int) -> np.ndarray:
+        return (draw.standard_normal(shape) / np.sqrt(shape[-1])).astype(np.float32)
+
     params: dict[str, Any] = {
-        "embed": {"embedding": np.zeros((cfg.vocab_size, cfg.hidden_size), np.float32)},
-        "layers": layers,
-        "final_norm": {"scale": np.zeros((cfg.hidden_size,), np.float32)},
+        "embed": {"embedding": leaf(cfg.vocab_size, cfg.hidden_size)},
+        "layers": {
+            name: leaf(cfg.num_layers, *shape) for name, shape in hf.layer_shapes(cfg).items()
+        },
+        "final_norm": {"scale": np.ones((cfg.hidden_size,), np.float32)},
     }
     if not cfg.tie_embeddings:
-        kernel = np.zeros((cfg.hidden_size, cfg.vocab_size), np.float32)
-        params["lm_head"] = {"kernel": kernel}
+        params["lm_head"] = {"kernel": leaf(cfg.hidden_size, cfg.vocab_size)}
     return params
 
 

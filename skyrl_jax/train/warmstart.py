@@ -23,6 +23,7 @@ from skyrl_jax.batching.minibatch import assemble_sft
 from skyrl_jax.core.errors import HostError
 from skyrl_jax.core.types import Completion, Episode, Message, Status, Task, Turn
 from skyrl_jax.tasks.swe.demos import opening_tasks
+from skyrl_jax.tasks.swe.environment import PASSED
 from skyrl_jax.train.evaluate import score_groups
 from skyrl_jax.train.policy import Policy
 from skyrl_jax.train.world import Say, World
@@ -106,9 +107,9 @@ async def play_demonstrations(world: World, tasks: Sequence[Task]) -> list[Episo
         item.episode
         for group in collected.groups
         for item in group.trajectories
-        if item.score is not None and item.score.verdict == "resolved"
+        if item.score is not None and item.score.verdict == "resolved" and _clean(item.episode)
     ]
-    if len(kept) < 0.9 * len(tasks):
+    if len(kept) < 0.5 * len(tasks):
         raise HostError(
             f"only {len(kept)} of {len(tasks)} scripted repairs were resolved; first reports: "
             + "; ".join(collected.details[:3]),
@@ -121,7 +122,7 @@ def opening_demo(world: World, task: Task) -> Episode:
     """Return the one-turn episode that makes the right edit to a task's opening message."""
     payload = task.payload
     opening = (Message(role="user", content=task.prompt),)
-    text = edit(payload["path"], payload["buggy_line"], payload["fixed_line"])
+    text = edit(payload["path"], payload["old_str"], payload["new_str"])
     ids = world.renderer.assistant_ids(text)
     completion = Completion(
         token_ids=tuple(ids),
@@ -140,6 +141,12 @@ def opening_demo(world: World, task: Task) -> Episode:
         submission=None,
         temperature=1.0,
     )
+
+
+def _clean(episode: Episode) -> bool:
+    """Return whether the tests passed once, at the end: going on after that is no example."""
+    passed = [m for m in episode.messages if m.role == "tool" and m.content == PASSED]
+    return len(passed) == 1
 
 
 def _rows(world: World, size: int) -> int:

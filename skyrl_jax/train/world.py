@@ -25,8 +25,7 @@ from skyrl_jax.generation.sglang import SGLangGenerator
 from skyrl_jax.generation.tokenizer import Tokenizer, load_or_train
 from skyrl_jax.models import hf
 from skyrl_jax.sandbox.bwrap import prepare_layer
-from skyrl_jax.sandbox.factory import AnyProvider, make_provider
-from skyrl_jax.sandbox.images import base_image
+from skyrl_jax.sandbox.factory import AnyProvider, make_provider, resolve_image
 from skyrl_jax.serve.child import ServerChild
 from skyrl_jax.serve.process import ServeOptions
 from skyrl_jax.sync.bridge import Bridge
@@ -132,14 +131,12 @@ def warm_start_corpus(tasks: Iterable[Task]) -> Iterable[str]:
     """Yield the texts a tokenizer is trained on: prompts and the repairs, as they are written."""
     for task in tasks:
         payload = task.payload
-        yield f"{task.prompt}\n{payload['fixed_line']}\n"
+        yield f"{task.prompt}\n{payload['new_str']}\n"
     yield edit("a.py", "x", "y") + SUBMIT
 
 
 async def _open_suite(config: RunConfig, cache: Path, provider: AnyProvider, say: Say) -> SweSuite:
-    image = config.sandbox.image
-    if not image:
-        image = str(await asyncio.to_thread(base_image, cache))
+    image = await asyncio.to_thread(resolve_image, config.sandbox, cache)
     splits = await asyncio.to_thread(synthetic_splits, config.tasks)
     suite = SweSuite(
         splits,

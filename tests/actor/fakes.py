@@ -55,7 +55,7 @@ def make_rollout(**changes: float) -> RolloutConfig:
 
 
 def make_task(number: int = 0) -> Task:
-    payload = {"path": PATH, "buggy_line": BUGGY, "fixed_line": FIXED, "kind": "lt"}
+    payload = {"path": PATH, "old_str": BUGGY, "new_str": FIXED, "kind": "lt"}
     return Task(task_id=f"task-{number}", prompt=f"Fix {PATH}", payload=payload)
 
 

@@ -75,7 +75,7 @@ def test_wrong_edits_are_wrong(line: str, fixed: str) -> None:
 
 
 def test_missing_payload_is_named() -> None:
-    with pytest.raises(DataError, match=r"task 't': payload\['buggy_line'\]"):
+    with pytest.raises(DataError, match=r"task 't': payload\['old_str'\]"):
         script(Task(task_id="t", prompt="", payload={"path": "x"}), 0, wrong_first=0, seed=0)
 
 

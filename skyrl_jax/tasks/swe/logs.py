@@ -59,7 +59,8 @@ def parse_unittest_log(log: str) -> dict[str, str]:
         found = _UNITTEST.match(line.strip())
         if found:
             status = _UNITTEST_WORDS.get(found.group(3), SKIPPED)
-            _note(statuses, f"{found.group(1)} ({found.group(2)})", status)
+            place = found.group(2).removesuffix(f".{found.group(1)}")  # Python 3.11 adds the method
+            _note(statuses, f"{found.group(1)} ({place})", status)
     return statuses
 
 

@@ -31,7 +31,17 @@ from skyrl_jax.tasks.swe.validate import validate_row
 
 GRADE_TIMEOUT_S = 60.0
 HARNESS_TIMEOUT_S = 900.0  # real test suites
-_PAYLOAD = ("path", "function", "buggy_line", "fixed_line", "failures", "template", "mutation")
+_PAYLOAD = (
+    "path",
+    "function",
+    "buggy_line",
+    "fixed_line",
+    "old_str",
+    "new_str",
+    "failures",
+    "template",
+    "mutation",
+)
 
 # Nothing of the host's environment reaches a sandbox; these make runs repeatable.
 SANDBOX_ENV: Mapping[str, str] = {

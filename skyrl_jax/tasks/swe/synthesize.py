@@ -17,6 +17,7 @@ from skyrl_jax.tasks.swe.diffs import change_diff, new_file_diff
 from skyrl_jax.tasks.swe.mutate import SFT_KINDS, Mutant, apply_mutant, mutants
 from skyrl_jax.tasks.swe.repo import commit_id
 from skyrl_jax.tasks.swe.rows import SweRow
+from skyrl_jax.tasks.swe.snippet import edit_snippet
 from skyrl_jax.tasks.swe.templates import TEMPLATES, Function, Template, render
 
 RUNNER = "python3 -S -E /opt/swe/runner.py"
@@ -201,14 +202,18 @@ def _row(
     files["README.md"] = f"# {package}\nRun the tests of a module: `{RUNNER} {visible_path}`\n"
     log = _expected_log(visible_path, files[visible_path], bug)
     test_cmd = f"{RUNNER} {visible_path}"
+    buggy, fixed = bug.mutant.buggy.strip(), bug.mutant.fixed.strip()
+    old_str, new_str = edit_snippet(buggy, fixed, files[path])
     extra: dict[str, Any] = {
         "template": bug.function.template,
         "mutation": bug.mutant.kind,
         "sft": bug.mutant.kind in SFT_KINDS,
         "path": path,
         "function": bug.broken,
-        "buggy_line": bug.mutant.buggy.strip(),
-        "fixed_line": bug.mutant.fixed.strip(),
+        "buggy_line": buggy,
+        "fixed_line": fixed,
+        "old_str": old_str,
+        "new_str": new_str,
         "failures": [case.failure for case in shown],
         "test_files": [visible_path],
         "visible_log": log,
