@@ -38,7 +38,6 @@ EXTRAS = {
         "pytest-xdist>=3.6",  # two workers on two cores
         "hypothesis>=6.100",  # property tests
         "beartype>=0.20",  # checks the jaxtyping shapes while tests run
-        "msgspec>=0.19",  # SGLang's own request/response schema is written in it (schema test)
         "ruff>=0.9",  # format and lint
         "mypy>=1.14",  # types, strict where pyproject.toml says
         "import-linter>=2.1",  # the floors and wings of the house
@@ -53,7 +52,9 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11",
     packages=find_packages(include=["skyrl_jax", "skyrl_jax.*"]),
-    package_data={"skyrl_jax": ["**/*.toml", "**/*.jinja", "**/*.c", "**/*.h", "**/*.json", "**/*.txt"]},
+    package_data={
+        "skyrl_jax": ["**/*.toml", "**/*.jinja", "**/*.c", "**/*.h", "**/*.json", "**/*.txt"]
+    },
     install_requires=CORE,
     extras_require=EXTRAS,
 )

@@ -3,7 +3,7 @@
 Command    python launchers/train.py --config=configs/swe.py[:PRESET] [--config.learner.lr=3e-6 ...]
 
 PRESET          hardware                       what it is
-quickstart      2 CPU cores, 20 minutes        tiny policy from scratch, synthetic repositories, bwrap
+quickstart      2 CPU cores, 20 minutes        tiny policy from scratch, synthetic repos, bwrap
 smollm2_135m    2 CPU cores, hours             SmolLM2-135M-Instruct, synthetic repositories
 qwen3_8b        v5e:4x4 or 8 x 80 GB           SkyRL-v0 8B recipe (no thinking)
 qwen3_14b       v5p:2x2x4 or 16 x 80 GB        SkyRL-v0 14B recipe

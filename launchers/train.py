@@ -18,7 +18,7 @@ from launchers.common import define_config_flag, read_config, run_main
 
 _CONFIG = define_config_flag()
 _WORKDIR = flags.DEFINE_string("workdir", "", "run folder; default runs/<name>-seed<seed>-<time>")
-_CACHE = flags.DEFINE_string("cache_dir", "", "folder shared over runs (images, task trees)")
+_CACHE = flags.DEFINE_string("cache_dir", ".cache", "folder shared over runs (images, task trees)")
 _ALLOW = flags.DEFINE_list("allow_change", [], "config keys that may differ on resume")
 
 
@@ -26,12 +26,12 @@ def main(argv: list[str]) -> int:
     """Parse, open the run folder, train."""
     logging.set_verbosity(logging.ERROR)  # Orbax tells of every file it writes
     config = read_config(_CONFIG)
-    from skyrl_jax.train.loop import default_cache, run  # jax: only once the config is right
+    from skyrl_jax.train.loop import run  # jax: only once the config is right
     from skyrl_jax.train.workdir import Workdir
 
     stamp = time.strftime("%Y%m%d-%H%M%S")
     root = Path(_WORKDIR.value or f"runs/{config.name}-seed{config.seed}-{stamp}")
-    cache = Path(_CACHE.value or default_cache())
+    cache = Path(_CACHE.value).absolute()
     with Workdir(root, config, _ALLOW.value) as workdir:
         print(f"run folder: {workdir.root}", flush=True)
         try:

@@ -1,6 +1,7 @@
 """The nouns of the system: frozen, slotted, keyword-only values.
 
-    Task -> Episode -> Trajectory -> TrajectoryGroup -> Sequence -> Batch -> (TrainState) -> WeightVersion
+    Task -> Episode -> Trajectory -> TrajectoryGroup -> Sequence -> Batch -> (TrainState)
+         -> WeightVersion
 
 Everything here is stdlib + numpy, so that a rollout host needs no accelerator library.
 """
@@ -35,7 +36,10 @@ class Task:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolCall:
-    """A call the model asked for. Example: ``ToolCall(name="bash", arguments={"command": "ls"})``."""
+    """A call the model asked for.
+
+    Example: ``ToolCall(name="bash", arguments={"command": "ls"})``.
+    """
 
     name: str
     arguments: Mapping[str, str]

@@ -52,7 +52,7 @@ def _check_lengths(config: RunConfig) -> None:
     if config.learner.row_length < r.max_episode_tokens:
         raise ConfigError(
             f"learner.row_length = {config.learner.row_length} is shorter than "
-            f"rollout.max_episode_tokens = {r.max_episode_tokens}: such episodes could not be packed"
+            f"rollout.max_episode_tokens = {r.max_episode_tokens}: such episodes cannot be packed"
         )
     if r.max_prompt_tokens >= r.max_episode_tokens:
         raise ConfigError(
@@ -97,6 +97,6 @@ def _check_counts(config: RunConfig) -> None:
         )
     if config.rollout.tasks_per_step < config.learner.updates_per_batch:
         raise ConfigError(
-            f"learner.updates_per_batch = {config.learner.updates_per_batch} needs at least as many "
-            f"tasks per step (rollout.tasks_per_step = {config.rollout.tasks_per_step})"
+            f"learner.updates_per_batch = {config.learner.updates_per_batch} needs at least as "
+            f"many tasks per step (rollout.tasks_per_step = {config.rollout.tasks_per_step})"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -151,4 +150,4 @@ def _number(name: str | None, unversioned: int | None, where: str) -> int:
 
 def _plausible(logprob: Any) -> bool:
     number = isinstance(logprob, int | float) and not isinstance(logprob, bool)
-    return number and math.isfinite(logprob) and _IMPOSSIBLE < logprob <= 0
+    return number and _IMPOSSIBLE < logprob <= 0  # false for NaN and infinities too

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import signal
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -191,9 +190,3 @@ def _ledger(host: HostState) -> dict[str, int]:
     ledger = host.ledger
     dropped = {f"dropped_{name}": count for name, count in ledger.dropped.items()}
     return {"sampled": ledger.sampled, "trained": ledger.trained, **dropped}
-
-
-def default_cache() -> Path:
-    """Return the folder shared over runs (``SKYRL_CACHE``, else the user's cache folder)."""
-    base = os.environ.get("XDG_CACHE_HOME", "") or str(Path.home() / ".cache")
-    return Path(os.environ.get("SKYRL_CACHE", "") or Path(base) / "skyrl_jax")

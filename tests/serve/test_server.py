@@ -350,6 +350,31 @@ def test_the_parents_death_ends_it(models, tmp_path):
         parent.stdout.close()
 
 
+def test_the_kernel_ends_it_even_when_its_loop_hangs():
+    """Without the poll: a child that only sleeps dies with its parent by PR_SET_PDEATHSIG."""
+    child = "from skyrl_jax.serve.process import die_with_parent as d; d(); print(1, flush=True); "
+    script = (
+        "import subprocess, sys, time; p = subprocess.Popen([sys.executable, '-c', sys.argv[1]]); "
+        "print(p.pid, flush=True); time.sleep(600)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script, child + "import time; time.sleep(600)"],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(running.ROOT)},
+    )
+    try:
+        pid = int(parent.stdout.readline())
+        assert parent.stdout.readline() == "1\n"
+        parent.kill()
+        parent.wait()
+        until(lambda: not alive(pid), 2.0)
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+
+
 def alive(pid):
     try:
         with open(f"/proc/{pid}/stat") as handle:

@@ -3,6 +3,9 @@
 import asyncio
 import dataclasses
 import json
+import os
+import subprocess
+import sys
 import time
 
 import jax
@@ -215,3 +218,21 @@ def test_publish_and_update_are_cheap(url, tmp_path, weights):
         return time.process_time() - start
 
     assert bridged(url, tmp_path, action) < 0.5
+
+
+def test_the_launcher_carries_the_newest_version_once(url, tmp_path, weights):
+    store = FolderStore(tmp_path / "w")
+    with Publisher(tiny.CFG, store) as publisher:
+        publisher.publish(weights[0], 1, PROBE)
+        publisher.publish(weights[2], 2, PROBE)
+    argv = [
+        sys.executable,
+        str(running.ROOT / "launchers" / "bridge.py"),
+        f"--store={tmp_path / 'w'}",
+        f"--server={url}",
+        f"--scratch={tmp_path / 'hf'}",
+        "--once",
+    ]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=100, env=os.environ)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("version 2 is served (")

@@ -23,7 +23,9 @@ def test_the_change_with_a_word_of_context(buggy, fixed, rest, want):
     assert edit_snippet(buggy, fixed, f"def f():\n    {buggy}\n{rest}\n") == want
 
 
-@given(st.lists(st.sampled_from(["a", "b", "<", "1", "not", "("]), min_size=1, max_size=8), st.data())
+@given(
+    st.lists(st.sampled_from(["a", "b", "<", "1", "not", "("]), min_size=1, max_size=8), st.data()
+)
 def test_the_edit_always_turns_one_line_into_the_other(words, data):
     changed = list(words)
     at = data.draw(st.integers(0, len(words) - 1))

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from tests.train.jobs import ROOT, command, finish
 
 

@@ -13,12 +13,12 @@ import jax
 import numpy as np
 import psutil
 import pytest
-from tests.train.jobs import SMALL, command, finish, start
 
 from configs.swe import get_config
 from skyrl_jax.core.config import parse_config
 from skyrl_jax.learner.checkpoint import Checkpoints
 from skyrl_jax.learner.state import abstract_state
+from tests.train.jobs import SMALL, command, finish, start
 
 STEPS = 8
 
