@@ -48,12 +48,12 @@ def _quickstart() -> ConfigDict:
     c.model = ConfigDict()
     c.model.family = "qwen3"
     c.model.vocab_size = 512
-    c.model.hidden_size = 128
-    c.model.num_layers = 4
-    c.model.num_heads = 4
-    c.model.num_kv_heads = 2
+    c.model.hidden_size = 96
+    c.model.num_layers = 3
+    c.model.num_heads = 3
+    c.model.num_kv_heads = 1
     c.model.head_dim = 32
-    c.model.intermediate_size = 256
+    c.model.intermediate_size = 192
     c.model.rope_theta = 10_000.0
     c.model.rms_norm_eps = 1e-6
     c.model.tie_embeddings = True
@@ -132,18 +132,22 @@ def _quickstart() -> ConfigDict:
     c.sandbox.lifetime_s = 600.0
     c.sandbox.best_effort = True
 
-    c.tasks = ConfigDict(dict(source="synthetic", train=512, heldout=128, unseen=64, seed=0))
+    c.tasks = ConfigDict(
+        dict(source="synthetic", train=512, heldout=128, unseen=64, templates=25, seed=0)
+    )
 
     c.sft = ConfigDict()
-    c.sft.max_steps = 200
-    c.sft.lr = 3e-3
+    c.sft.max_steps = 1000
+    c.sft.lr = 4e-3
+    c.sft.warmup_steps = 10
     c.sft.batch_size = 32
-    c.sft.openings = 1500
+    c.sft.openings = 4000
+    c.sft.rewrite_steps = 40
     c.sft.prompt_loss_weight = 0.3
     c.sft.target_success = 0.25
-    c.sft.probe_from = 60
-    c.sft.probe_every = 20
-    c.sft.probe_episodes = 64
+    c.sft.probe_from = 450
+    c.sft.probe_every = 50
+    c.sft.probe_episodes = 192
 
     c.eval = ConfigDict(dict(episodes=512, unseen_episodes=128, greedy=True, temperature=1.0))
 

@@ -151,6 +151,7 @@ class TasksConfig:
     train: int
     heldout: int
     unseen: int
+    templates: int  # function templates used, the shortest first (0 = all); a quarter more unseen
     seed: int  # of task making; the run's own seed does not change the tasks
 
 
@@ -160,8 +161,10 @@ class SftConfig:
 
     max_steps: int  # 0 = no warm start
     lr: float
+    warmup_steps: int
     batch_size: int  # demonstrations per step
-    openings: int  # instances of which only the first edit is shown
+    openings: int  # instances that are only read: first edits and rewrites are made of them
+    rewrite_steps: int  # first steps, on rewrites alone
     prompt_loss_weight: float
     target_success: float  # stop when the sampled success estimate reaches this
     probe_from: int  # first step after which the success is probed

@@ -29,6 +29,7 @@ MARKUP = (
     "<function=submit>\n</function>",
     "<function=bash>\n<parameter=command>",
 )
+_UNKNOWN = "\ufffd".encode()
 _FORMAT = "1"  # raise when training or the added tokens change, so that caches are not reused
 
 
@@ -99,17 +100,12 @@ class Tokenizer:
         return ids
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
-        """Return the exact bytes of ``ids``.
+        """Return the exact bytes of ``ids``; an id that names no token gives U+FFFD.
 
-        Raises:
-            DataError: an id is outside the vocabulary.
+        A model's vocabulary is often padded beyond its tokenizer's, and a policy can sample such an
+        id: that is its own bad output, not an error of ours.
         """
-        try:
-            return b"".join([self._bytes[i] for i in ids])
-        except KeyError as error:
-            raise DataError(
-                f"token id {error.args[0]} is outside the vocabulary of {self.vocab_size}"
-            ) from None
+        return b"".join([self._bytes.get(i, _UNKNOWN) for i in ids])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of ``ids``; bytes that are no UTF-8 become U+FFFD."""

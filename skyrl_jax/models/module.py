@@ -20,9 +20,13 @@ class Embed(nnx.Module):
     """Token embeddings: ``embedding`` [V, D]."""
 
     def __init__(self, cfg: ModelConfig, key: jax.Array) -> None:
-        """Draw the table with standard deviation 0.02."""
+        """Draw the table with standard deviation 1/sqrt(D): tied logits start at unit scale.
+
+        With the usual 0.02 a small tied model learns to copy from its prompt much later.
+        """
         shape = (cfg.vocab_size, cfg.hidden_size)
-        self.embedding = nnx.Param(0.02 * jax.random.normal(key, shape, jnp.float32))
+        scale = 1.0 / math.sqrt(cfg.hidden_size)
+        self.embedding = nnx.Param(scale * jax.random.normal(key, shape, jnp.float32))
 
 
 class Layers(nnx.Module):

@@ -41,7 +41,9 @@ class Policy:
     def __init__(self, config: RunConfig, folder: Path) -> None:
         """Build the steps; nothing is compiled or allocated before it is used."""
         self._config = config
-        self._sft_cfg = dataclasses.replace(config.learner, lr=config.sft.lr, weight_decay=0.0)
+        self._sft_cfg = dataclasses.replace(
+            config.learner, lr=config.sft.lr, warmup_steps=config.sft.warmup_steps
+        )
         self._mesh = make_mesh(config.mesh) if jax.device_count() > 1 else None
         args = (config.model, config.learner)
         self._train_step = make_train_step(*args, config.objective, self._mesh)

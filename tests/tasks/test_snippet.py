@@ -10,16 +10,16 @@ from skyrl_jax.tasks.swe.snippet import edit_snippet
 @pytest.mark.parametrize(
     ("buggy", "fixed", "rest", "want"),
     [
-        ("return i - 1", "return i + 1", "", ("i - 1", "i + 1")),
+        ("return i - 1", "return i + 1", "", ("- 1", "+ 1")),
         ("return i - 1", "return i + 1", "i - 1", ("return i - 1", "return i + 1")),
-        ("if a < b:", "if a <= b:", "", ("a < b", "a <= b")),
-        ("if not x:", "if x:", "", ("if not x", "if x")),
-        ("k in d and k in e:", "k in d and k not in e:", "", ("and k in", "and k not in")),
-        ("return x", "return y", "", ("return x", "return y")),
+        ("if a < b:", "if a <= b:", "", ("< b", "<= b")),
+        ("if not x:", "if x:", "", ("not x", "x")),
+        ("k in d and k in e:", "k in d and k not in e:", "", ("in e", "not in e")),
+        ("return x", "return y", "", ("x", "y")),
         ("n = 1", "n = 0", "n = 1", ("n = 1", "n = 0")),  # the whole line at most
     ],
 )
-def test_the_change_with_a_word_of_context(buggy, fixed, rest, want):
+def test_the_change_and_a_word_after_it(buggy, fixed, rest, want):
     assert edit_snippet(buggy, fixed, f"def f():\n    {buggy}\n{rest}\n") == want
 
 

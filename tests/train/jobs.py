@@ -21,7 +21,9 @@ SMALL = {
     "tasks.train": 8,
     "tasks.heldout": 0,
     "tasks.unseen": 0,
+    "tasks.templates": 25,
     "sft.max_steps": 4,
+    "sft.rewrite_steps": 1,
     "sft.probe_from": 99,
     "sft.openings": 24,
     "sft.batch_size": 16,
@@ -66,7 +68,9 @@ def start(argv: Sequence[str], log: Path, env: dict[str, str] | None = None) -> 
         )
 
 
-def finish(argv: Sequence[str], timeout_s: float = 240) -> subprocess.CompletedProcess[str]:
+def finish(
+    argv: Sequence[str], timeout_s: float = 240, env: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run a command to its end and return what it printed."""
     return subprocess.run(
         argv,
@@ -74,6 +78,7 @@ def finish(argv: Sequence[str], timeout_s: float = 240) -> subprocess.CompletedP
         capture_output=True,
         text=True,
         timeout=timeout_s,
+        env=dict(os.environ) | (env or {}),
         stdin=subprocess.DEVNULL,
         check=False,
     )

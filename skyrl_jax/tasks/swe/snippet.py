@@ -1,4 +1,8 @@
-"""The shortest edit of a line that a person would make: the change, and a word of context."""
+"""The shortest edit of a line: the changed words and as little after them as makes them unique.
+
+It begins at the bug itself: a small causal policy can point at a word that looks wrong to it, but
+the words before that one were read before anything looked wrong.
+"""
 
 from __future__ import annotations
 
@@ -11,10 +15,10 @@ _WORD = re.compile(r"[A-Za-z_]\w*|\d+|'[^']*'|\"[^\"]*\"|[<>=!]=|[-+*/]=|//|\S")
 def edit_snippet(buggy: str, fixed: str, text: str) -> tuple[str, str]:
     """Return (old, new) for a str_replace edit that turns ``buggy`` into ``fixed``.
 
-    ``old`` is the changed words with one word of context on each side, and more where it would
-    occur more than once in ``text`` otherwise; the whole line at most.
+    ``old`` is the changed words and one word after them, and more where it would occur more than
+    once in ``text`` otherwise (to the right first); the whole line at most.
 
-    Example: ``edit_snippet("return i - 1", "return i + 1", ...)`` is ``("i - 1", "i + 1")``.
+    Example: ``edit_snippet("return i - 1", "return i + 1", ...)`` is ``("- 1", "+ 1")``.
 
     Args:
         buggy: the wrong line, which occurs once in ``text``.
@@ -29,12 +33,12 @@ def edit_snippet(buggy: str, fixed: str, text: str) -> tuple[str, str]:
     right = 0
     while right < shorter - left and before[-1 - right].group() == after[-1 - right].group():
         right += 1
-    left, right = max(0, left - 1), max(0, right - 1)
+    right = max(0, right - 1)
     while True:
         old, new = _cut(buggy, before, left, right), _cut(fixed, after, left, right)
         if _once(text, old) or (left, right) == (0, 0):
             return old, new
-        if right and (right >= left or not left):
+        if right:
             right -= 1
         else:
             left -= 1

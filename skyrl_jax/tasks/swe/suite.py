@@ -229,7 +229,7 @@ class SweSuite:
 
 def synthetic_splits(tasks: TasksConfig) -> dict[str, list[SweRow]]:
     """Make the rows of a synthetic configuration."""
-    return make_splits(tasks.train, tasks.heldout, tasks.unseen, tasks.seed)
+    return make_splits(tasks.train, tasks.heldout, tasks.unseen, tasks.seed, tasks.templates)
 
 
 def task_row(task: Task) -> SweRow:

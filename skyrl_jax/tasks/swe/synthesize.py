@@ -18,7 +18,7 @@ from skyrl_jax.tasks.swe.mutate import SFT_KINDS, Mutant, apply_mutant, mutants
 from skyrl_jax.tasks.swe.repo import commit_id
 from skyrl_jax.tasks.swe.rows import SweRow
 from skyrl_jax.tasks.swe.snippet import edit_snippet
-from skyrl_jax.tasks.swe.templates import TEMPLATES, Function, Template, render
+from skyrl_jax.tasks.swe.templates import TEMPLATES, Function, Template, pool, render
 
 RUNNER = "python3 -S -E /opt/swe/runner.py"
 PACKAGES = ("app", "kit", "shop", "lab", "core")
@@ -36,7 +36,9 @@ class _Bug:
     passing: tuple[Case, ...]
 
 
-def make_split(split: str, count: int, seed: int, avoid: set[str]) -> list[SweRow]:
+def make_split(
+    split: str, count: int, seed: int, avoid: set[str], templates: int = 0
+) -> list[SweRow]:
     """Make the tasks of a split.
 
     Args:
@@ -44,14 +46,14 @@ def make_split(split: str, count: int, seed: int, avoid: set[str]) -> list[SweRo
         count: how many.
         seed: of task making.
         avoid: keys of broken functions that may not occur; the new ones are added.
+        templates: how many of the shortest templates to use (0: all).
     """
     rows: list[SweRow] = []
-    wanted = split == "unseen"
-    pool = [template for template in TEMPLATES if template.unseen == wanted]
+    chosen = pool(templates, unseen=split == "unseen")
     for number in _counting():
         if len(rows) >= count:
             return rows
-        row = make_row(f"{seed}/{split}/{number}", f"{split}-{number}", pool)
+        row = make_row(f"{seed}/{split}/{number}", f"{split}-{number}", chosen)
         if row is None or row.extra["key"] in avoid:
             continue
         avoid.add(str(row.extra["key"]))
@@ -59,13 +61,15 @@ def make_split(split: str, count: int, seed: int, avoid: set[str]) -> list[SweRo
     return rows
 
 
-def make_splits(train: int, heldout: int, unseen: int, seed: int) -> dict[str, list[SweRow]]:
+def make_splits(
+    train: int, heldout: int, unseen: int, seed: int, templates: int = 0
+) -> dict[str, list[SweRow]]:
     """Make all three splits; no broken function occurs twice in any of them."""
     avoid: set[str] = set()
     return {  # held-out first: its instances do not depend on how many there are to train on
-        "heldout": make_split("heldout", heldout, seed, avoid),
-        "unseen": make_split("unseen", unseen, seed, avoid),
-        "train": make_split("train", train, seed, avoid),
+        "heldout": make_split("heldout", heldout, seed, avoid, templates),
+        "unseen": make_split("unseen", unseen, seed, avoid, templates),
+        "train": make_split("train", train, seed, avoid, templates),
     }
 
 

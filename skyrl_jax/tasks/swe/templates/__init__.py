@@ -10,4 +10,16 @@ from skyrl_jax.tasks.swe.templates.text import TEXT
 
 TEMPLATES: tuple[Template, ...] = NUMERIC + SEQUENCES + TEXT + TABLES
 
-__all__ = ["TEMPLATES", "Function", "Template", "render"]
+__all__ = ["TEMPLATES", "Function", "Template", "pool", "render"]
+
+
+def pool(count: int, *, unseen: bool) -> list[Template]:
+    """Return the shortest templates: ``count`` seen ones, or a quarter as many unseen ones.
+
+    A count of 0 means all of them.
+    """
+    kind = [template for template in TEMPLATES if template.unseen == unseen]
+    if count == 0:
+        return kind
+    size = -(-count // 4) if unseen else count
+    return sorted(kind, key=lambda template: (len(template.source), template.name))[:size]
