@@ -71,7 +71,7 @@ def _quickstart() -> ConfigDict:
     c.learner.max_grad_norm = 1.0
     c.learner.compute_dtype = "float32"  # exactness on a CPU
     c.learner.row_length = 512
-    c.learner.micro_rows = 4
+    c.learner.micro_rows = 2
     c.learner.updates_per_batch = 2
     c.learner.epochs_per_batch = 1
     c.learner.logprob_chunk = 512
@@ -79,7 +79,7 @@ def _quickstart() -> ConfigDict:
 
     c.objective = ConfigDict()
     c.objective.advantage = "grpo"
-    c.objective.normalize_std = True
+    c.objective.normalize_std = False
     c.objective.clip_low = 0.2
     c.objective.clip_high = 0.28
     c.objective.dual_clip = 3.0
@@ -92,7 +92,7 @@ def _quickstart() -> ConfigDict:
     c.objective.masked_reasons = ()
 
     c.rollout = ConfigDict()
-    c.rollout.tasks_per_step = 8
+    c.rollout.tasks_per_step = 16
     c.rollout.samples_per_task = 8
     c.rollout.temperature = 1.0
     c.rollout.top_p = 1.0
@@ -106,7 +106,7 @@ def _quickstart() -> ConfigDict:
     c.rollout.grade_concurrency = 4
     c.rollout.init_timeout_s = 60.0
     c.rollout.run_timeout_s = 120.0
-    c.rollout.grade_timeout_s = 60.0
+    c.rollout.grade_timeout_s = 150.0  # a lost grading sandbox is tried once more: 2 x 60 s
     c.rollout.breaker = 10
 
     c.agent = ConfigDict(dict(kind="codeact", prompt_style="compact", observation_tokens=64))
@@ -115,8 +115,8 @@ def _quickstart() -> ConfigDict:
     c.engine.servers = ()  # () = start the embedded engine
     c.engine.slots = 64
     c.engine.max_context = 512
-    c.engine.prefill_chunk = 64
-    c.engine.prefill_rows = 8
+    c.engine.prefill_chunk = 32
+    c.engine.prefill_rows = 2
     c.engine.decode_steps = 4
     c.engine.request_timeout_s = 60.0
     c.engine.start_timeout_s = 120.0
@@ -152,8 +152,8 @@ def _quickstart() -> ConfigDict:
     c.eval = ConfigDict(dict(episodes=512, unseen_episodes=128, greedy=True, temperature=1.0))
 
     c.train = ConfigDict()
-    c.train.steps = 160
-    c.train.time_limit_s = 0.0
+    c.train.steps = 150
+    c.train.time_limit_s = 1020.0  # leaves room for the last evaluation within 20 minutes
     c.train.checkpoint_every = 5
     c.train.keep_checkpoints = 3
     c.train.keep_weight_versions = 3
@@ -221,7 +221,7 @@ def _qwen3_8b() -> ConfigDict:
     c.rollout.update(init_concurrency=16, grade_concurrency=32)
     c.rollout.update(init_timeout_s=3600.0, run_timeout_s=5400.0, grade_timeout_s=1200.0)
     c.agent.update(prompt_style="full", observation_tokens=8192)
-    c.engine.update(slots=256, max_context=32_768, prefill_chunk=2048, request_timeout_s=1800.0)
+    c.engine.update(slots=256, max_context=32_768, prefill_chunk=64, request_timeout_s=1800.0)
     c.engine.update(start_timeout_s=1800.0, servers=("http://127.0.0.1:30000",))
     c.sandbox.update(backend="docker", cpus=1.0, memory_mb=4096, pids=512, disk_mb=8192)
     # best_effort: docker cannot limit a container's disk on most storage drivers (it warns)

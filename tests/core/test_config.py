@@ -86,7 +86,7 @@ def test_wrong_type_is_named_by_path(section, key, value):
         ("engine", "max_context", 64, "max_context"),
         ("objective", "advantage", "gae2", "grpo, rloo"),
         ("sandbox", "backend", "vm", "bwrap"),
-        ("model", "num_kv_heads", 3, "multiple"),
+        ("model", "num_kv_heads", 2, "multiple"),
         ("learner", "updates_per_batch", 99, "tasks_per_step"),
     ],
 )
