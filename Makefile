@@ -31,7 +31,7 @@ train: setup
 	$(PY) launchers/train.py --config=configs/swe.py $(ARGS)
 
 test: setup-test
-	$(PY) .ci/with_docker.py $(PY) -m pytest -n $(WORKERS) --dist=loadgroup $(TESTS)
+	$(PY) .ci/with_docker.py $(PY) -m pytest -n $(WORKERS) --dist=worksteal $(TESTS)
 
 lint: setup
 	$(VENV)/bin/ruff format --check .

@@ -4,7 +4,7 @@ Command    python launchers/train.py --config=configs/swe.py[:PRESET] [--config.
 
 PRESET          hardware                       what it is
 quickstart      2 CPU cores, 20 minutes        tiny policy from scratch, synthetic repos, bwrap
-smollm2_135m    2 CPU cores, hours             SmolLM2-135M-Instruct, synthetic repositories
+smollm2_135m    2 CPU cores, hours             a policy of SmolLM2-135M's shape, synthetic tasks
 qwen3_8b        v5e:4x4 or 8 x 80 GB           SkyRL-v0 8B recipe (no thinking)
 qwen3_14b       v5p:2x2x4 or 16 x 80 GB        SkyRL-v0 14B recipe
 qwen3_32b       v5p:2x4x4 or 16 x 80 GB        SA-SWE-32B recipe, rows of 40,960 tokens
@@ -133,7 +133,7 @@ def _quickstart() -> ConfigDict:
     c.sandbox.best_effort = True
 
     c.tasks = ConfigDict(
-        dict(source="synthetic", train=512, heldout=128, unseen=64, templates=25, seed=0)
+        dict(source="synthetic", train=512, heldout=136, unseen=64, templates=25, seed=0)
     )
 
     c.sft = ConfigDict()
@@ -152,7 +152,7 @@ def _quickstart() -> ConfigDict:
     c.eval = ConfigDict(dict(episodes=512, unseen_episodes=128, greedy=True, temperature=1.0))
 
     c.train = ConfigDict()
-    c.train.steps = 150
+    c.train.steps = 220
     c.train.time_limit_s = 1020.0  # leaves room for the last evaluation within 20 minutes
     c.train.checkpoint_every = 5
     c.train.keep_checkpoints = 3
@@ -188,6 +188,9 @@ def _smollm2_135m() -> ConfigDict:
 
 def _qwen3_8b() -> ConfigDict:
     """SkyRL-v0 8B (no thinking): GRPO, 32 prompts x 8, 25 turns, prompt 31,232 + 1,536 new tokens.
+
+    This version validates the recipe; it refuses to train it (pretrained weights, the reference
+    policy of the KL and docker images of rows are not built yet).
 
     Deviations from the seed, on purpose:
       temperature 1.0 and top_p 1, top_k -1, no repetition penalty (seed: 0.6, 0.95, 20, 1.5): with
@@ -252,8 +255,10 @@ def _qwen3_14b() -> ConfigDict:
 
 
 def _qwen3_32b() -> ConfigDict:
-    """SA-SWE-32B: leave-one-out without std, 64 x 8, 50 turns, 8,000 + 32,768 tokens, no KL.
+    """SA-SWE-32B: leave-one-out without std, 64 x 8, 50 turns, rows of 40,960 tokens, no KL.
 
+    The seed limits the first prompt to 8,000 and all that follows to 32,768 tokens; here one limit
+    of 40,960 holds for both, with 4,096 a turn.
     Reduction: sum over the tokens of a sequence divided by 40,768, mean over sequences. The seed
     drops the gradient of episodes that a budget or the scaffold ended, and keeps their reward in
     the statistics.

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from skyrl_jax.core.errors import ConfigError
 from skyrl_jax.sandbox.bwrap import prepare_layer
 from skyrl_jax.sandbox.factory import make_provider, resolve_image
 from skyrl_jax.tasks.swe.rows_suite import rows_suite, select_rows
+from skyrl_jax.tasks.swe.suite import HARNESS_TIMEOUT_S
 from skyrl_jax.train.evaluate_rows import AGENTS, evaluate_rows
 
 _CONFIG = define_config_flag()
@@ -38,6 +40,7 @@ _CACHE = flags.DEFINE_string("cache_dir", ".cache", "folder shared over runs (im
 _LEAST_MEMORY_MB = 2048
 _LEAST_DISK_MB = 512
 _LEAST_TIMEOUT_S = 120.0
+_MARGIN_S = 120.0  # a sandbox outlives the longest test run by this
 
 
 def main(argv: list[str]) -> int:
@@ -48,7 +51,7 @@ def main(argv: list[str]) -> int:
         raise ConfigError("--tasks is missing; name a file of SWE-bench rows")
     result = asyncio.run(_evaluate(config, Path(_TASKS.value), _AGENT.value, tuple(_IDS.value)))
     for row in result["rows"]:
-        print(f"{row['instance_id']}: {row['verdict']}", flush=True)
+        print(_line(row), flush=True)
     print(json.dumps(result), flush=True)
     return 1 if result["infra_failures"] else 0
 
@@ -57,7 +60,7 @@ async def _evaluate(
     config: RunConfig, path: Path, agent: str, ids: tuple[str, ...]
 ) -> dict[str, Any]:
     rows = select_rows(path, ids)
-    cache = Path(_CACHE.value)
+    cache = Path(_CACHE.value).absolute()
     sandbox = _roomy(config.sandbox)
     image = await asyncio.to_thread(resolve_image, sandbox, cache)
     suite = await asyncio.to_thread(
@@ -79,12 +82,20 @@ async def _evaluate(
         )
 
 
+def _line(row: Mapping[str, Any]) -> str:
+    text = f"{row['instance_id']}: {row['verdict']}"
+    if row.get("approximate"):
+        text += f" (approximate tree, {row['p2p_excluded']} PASS_TO_PASS tests excluded)"
+    return text
+
+
 def _roomy(sandbox: SandboxConfig) -> SandboxConfig:
     return replace(
         sandbox,
         memory_mb=max(sandbox.memory_mb, _LEAST_MEMORY_MB),
         disk_mb=max(sandbox.disk_mb, _LEAST_DISK_MB),
         command_timeout_s=max(sandbox.command_timeout_s, _LEAST_TIMEOUT_S),
+        lifetime_s=max(sandbox.lifetime_s, HARNESS_TIMEOUT_S + _MARGIN_S),
     )
 
 

@@ -27,6 +27,9 @@ _VERSION = flags.DEFINE_string("weight_version", "default", "name of the first w
 _WAIT = flags.DEFINE_boolean(
     "wait_for_weights", False, "start with no weights; serve after the first update"
 )
+_PARENT = flags.DEFINE_integer(
+    "parent_pid", 0, "process that starts this server, which ends with it; 0 = the present parent"
+)
 _THREADS = flags.DEFINE_integer("threads", 0, "threads of XLA's CPU programs; 0 = all cores")
 
 
@@ -48,6 +51,7 @@ def _main(argv: list[str]) -> int:
             weight_version=_VERSION.value,
             wait_for_weights=_WAIT.value,
             threads=_THREADS.value,
+            parent_pid=_PARENT.value,
         )
     )
 

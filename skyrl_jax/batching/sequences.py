@@ -9,17 +9,20 @@ The longest match wins. A completion that was sampled again from the same prompt
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from skyrl_jax.core.errors import DataError
-from skyrl_jax.core.types import Completion, Episode, Sequence, Turn
-
-FILLER = -1000.0  # no real log-prob is this low; engines put -9999 where they have none
-ROUNDING = 1e-6  # nats above 0 that rounding explains
+from skyrl_jax.core.types import (
+    LOGPROB_CEILING,
+    LOGPROB_FLOOR,
+    Completion,
+    Episode,
+    Sequence,
+    Turn,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,10 +124,10 @@ def _drop_abandoned(nodes: list[_Node]) -> int:
 
 def _check(completion: Completion, name: str) -> None:
     for position, value in enumerate(completion.logprobs):
-        if value is None or not math.isfinite(value) or not FILLER < value <= ROUNDING:
+        if value is None or not LOGPROB_FLOOR < value <= LOGPROB_CEILING:  # true for NaN too
             raise DataError(
                 f"{name}: log-prob of token {position} is {value}; it must be finite, <= 0 and "
-                f"> {FILLER:g} nats (the engine must return one for every sampled token)"
+                f"> {LOGPROB_FLOOR:g} nats (the engine must return one for every sampled token)"
             )
     if any(token < 0 for token in completion.token_ids):
         raise DataError(f"{name}: a sampled token id is negative")

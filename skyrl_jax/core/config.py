@@ -69,7 +69,7 @@ class LearnerConfig:
 class ObjectiveConfig:
     """What is maximised."""
 
-    advantage: str  # "grpo" | "rloo" | "gae"
+    advantage: str  # "grpo" | "rloo"
     normalize_std: bool
     clip_low: float
     clip_high: float
@@ -187,7 +187,7 @@ class TrainConfig:
     """The loop."""
 
     steps: int
-    time_limit_s: float  # 0 = none; the loop stops in time to evaluate
+    time_limit_s: float  # 0 = none; no step begins after it (leave room to evaluate)
     checkpoint_every: int
     keep_checkpoints: int
     keep_weight_versions: int

@@ -20,6 +20,12 @@ from numpy.typing import NDArray
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
 
+# What a sampled token's log-prob can be, in nats: FLOOR < x <= CEILING. Nothing can be drawn at
+# e^-1000 (fp32 softmax ends near e^-104; engines put -9999 where they have no log-prob), and 0
+# plus the rounding of a log-softmax is the most.
+LOGPROB_FLOOR = -1000.0
+LOGPROB_CEILING = 1e-6
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:

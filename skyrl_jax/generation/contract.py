@@ -7,10 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from skyrl_jax.core.errors import GenerationError
-from skyrl_jax.core.types import Completion, SamplingParams
-
-# A sampled token cannot be this unlikely: fp32 exp underflows long before. Engines fill with it.
-_IMPOSSIBLE = -9000.0
+from skyrl_jax.core.types import LOGPROB_CEILING, LOGPROB_FLOOR, Completion, SamplingParams
 
 
 def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
@@ -106,7 +103,7 @@ def _disagreement(answer: dict[str, Any], ids: Sequence[int], logprobs: Sequence
     if count != len(ids):
         return f"{count} completion tokens but {len(ids)} log-probs"
     bad = [x for x in logprobs if not _plausible(x)]
-    return f"a log-prob is {bad[0]!r}; it must be finite and <= 0" if bad else ""
+    return f"a log-prob is {bad[0]!r}; it must be <= 0 and > {LOGPROB_FLOOR:g}" if bad else ""
 
 
 def _versions(
@@ -150,4 +147,4 @@ def _number(name: str | None, unversioned: int | None, where: str) -> int:
 
 def _plausible(logprob: Any) -> bool:
     number = isinstance(logprob, int | float) and not isinstance(logprob, bool)
-    return number and _IMPOSSIBLE < logprob <= 0  # false for NaN and infinities too
+    return number and LOGPROB_FLOOR < logprob <= LOGPROB_CEILING  # false for NaN, infinities too

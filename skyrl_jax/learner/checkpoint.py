@@ -115,15 +115,6 @@ class Checkpoints:
         except (OSError, ValueError, RuntimeError) as error:
             self._give_up(step, error)
 
-    def peek(self, step: int) -> Host:
-        """Return the host state of one checkpoint without reading its arrays.
-
-        Raises:
-            CheckpointError: its host part cannot be read.
-        """
-        host: Host = self._read_host(step)["host"]
-        return host
-
     def restore(self, template: Any) -> Restored | None:
         """Return the newest checkpoint that is whole, or ``None`` when there is none at all.
 

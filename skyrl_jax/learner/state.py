@@ -7,14 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Int
 
 from skyrl_jax.core.config import LearnerConfig, ModelConfig
 from skyrl_jax.core.types import Batch
 from skyrl_jax.learner.optimizer import make_optimizer
 from skyrl_jax.models.decoder import abstract_params, init_params
-from skyrl_jax.models.sharding import param_shardings, row_sharding, spec
+from skyrl_jax.models.sharding import param_shardings, spec
 
 Params = Any
 
@@ -104,12 +103,6 @@ def state_shardings(
     return shardings
 
 
-def shard_batch(mesh: jax.sharding.Mesh, batch: Batch) -> Batch:
-    """Put a numpy batch on the mesh, rows over data x fsdp."""
-    placed: Batch = jax.tree.map(lambda x: jax.device_put(x, row_sharding(mesh, x.shape)), batch)
-    return placed
-
-
 def _make(learner_cfg: LearnerConfig, params: Params) -> TrainState:
     ours = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
     return TrainState(jnp.zeros((), jnp.int32), ours, make_optimizer(learner_cfg).init(ours))
@@ -118,31 +111,3 @@ def _make(learner_cfg: LearnerConfig, params: Params) -> TrainState:
 @functools.partial(jax.jit, static_argnums=0)
 def _fresh(learner_cfg: LearnerConfig, params: Params) -> TrainState:
     return _make(learner_cfg, params)
-
-
-def pad_rows(batch: Batch, num_rows: int) -> Batch:
-    """Append empty rows (segment 0, weight 0, temperature 1) up to a fixed number of rows.
-
-    One shape means one compiled program; micro-batches without a trained token are not run.
-
-    Raises:
-        ValueError: the batch has more rows than that.
-    """
-    have = batch.tokens.shape[0]
-    if have > num_rows:
-        raise ValueError(f"batch has {have} rows, more than the fixed shape of {num_rows}")
-
-    def pad(x: Any, fill: int = 0) -> Any:
-        return np.pad(np.asarray(x), ((0, num_rows - have), (0, 0)), constant_values=fill)
-
-    padded: Batch = jax.tree.map(pad, batch)
-    return type(batch)(
-        tokens=padded.tokens,
-        segment_ids=padded.segment_ids,
-        positions=padded.positions,
-        behavior_logprobs=padded.behavior_logprobs,
-        advantages=padded.advantages,
-        loss_weights=padded.loss_weights,
-        temperature=pad(batch.temperature, 1),
-        channels=padded.channels,
-    )

@@ -29,7 +29,7 @@ from typing import Self
 
 from skyrl_jax.core.errors import ImageError, InfraError, SandboxGone, SandboxTimeout
 from skyrl_jax.core.protocols import ExecResult, SandboxSpec
-from skyrl_jax.sandbox.cgroup import CgroupPlan, OomCounter, find_cgroups, remove_tree
+from skyrl_jax.sandbox.cgroup import CgroupPlan, OomCounter, open_cgroups, remove_tree
 from skyrl_jax.sandbox.channel import (
     BASE_ENV,
     DESTROY_TIMEOUT_S,
@@ -44,6 +44,7 @@ AGENT_UID = UID_BASE + 1
 _CAPS_TWO_UIDS = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
 _CAPS_ONE_UID = ("CAP_SYS_ADMIN", "CAP_SETPCAP", "CAP_KILL")
 _ENDED_INSIDE, _LIFETIME = 3, 4
+_VERDICT_TIMEOUT_S = 2.0  # for the launcher's exit code, once the sandbox's channel is closed
 
 
 def prepare_layer(path: Path) -> None:
@@ -99,10 +100,7 @@ class BwrapProvider:
             )
         self._bwrap = os.path.realpath(found)
         self._native: NativePrograms = await asyncio.to_thread(build_native, self._cache_dir)
-        self._cgroups = find_cgroups(self._run_id)
-        if self._cgroups is not None:
-            await asyncio.to_thread(self._cgroups.reap)
-            self._cgroups.open_run()
+        self._cgroups, self._no_cgroups = await asyncio.to_thread(open_cgroups, self._run_id)
         self._stage = _stage_directory()
         return self
 
@@ -112,10 +110,15 @@ class BwrapProvider:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Destroy every sandbox and the run's cgroup."""
-        await asyncio.gather(*(box.destroy() for box in list(self._sandboxes)))
+        """Destroy every sandbox and the run's cgroup; the first failure is raised at the end."""
+        outcomes = await asyncio.gather(
+            *(box.destroy() for box in list(self._sandboxes)), return_exceptions=True
+        )
         if self._cgroups is not None:
             await asyncio.to_thread(self._cgroups.close_run)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
 
     async def create(self, spec: SandboxSpec) -> BwrapSandbox:
         """Start a sandbox.
@@ -147,6 +150,8 @@ class BwrapProvider:
             "no writable cgroup for memory, pids and cpu: limits would be rlimits per process and "
             "the CPU share would not be enforced"
         )
+        if self._no_cgroups:
+            text += f" ({self._no_cgroups})"
         if not spec.best_effort:
             raise InfraError(
                 f"{text}; run as root, or accept this with sandbox.best_effort=True", cause="limits"
@@ -225,21 +230,25 @@ class BwrapSandbox:
         await self._channel.attach(ours, START_TIMEOUT_S)
         self._oom = OomCounter((self._plan.oom_file,) if self._plan else ())
 
-    def _open_channel(self) -> SupervisorChannel:
+    async def _open_channel(self) -> SupervisorChannel:
         if self._channel is None or self._destroyed is not None:
             raise SandboxGone("the sandbox is destroyed")
         if self._channel.closed.done():
-            raise self._end_cause()
+            raise await self._end_cause()
         return self._channel
 
-    def _end_cause(self) -> Exception:
-        self._reap()
+    async def _end_cause(self) -> Exception:
         if self._destroyed is not None:
             return SandboxGone("the sandbox was destroyed while a command ran")
+        killed = self._oom.rose()
+        with contextlib.suppress(TimeoutError):  # it closes the channel just before it ends
+            await self._wait_launcher(_VERDICT_TIMEOUT_S)
         words = self._channel.last_words if self._channel else ""
         if self._code == _LIFETIME:
             return SandboxTimeout(f"the sandbox ended after its {self._spec.lifetime_s:.0f} s")
-        if self._code is None or self._code == _ENDED_INSIDE:
+        if self._code is None:  # nothing says why
+            return SandboxGone(f"the sandbox ended {words}".rstrip(), certain=killed)
+        if self._code == _ENDED_INSIDE:
             return SandboxGone(f"the sandbox ended from inside {words}".rstrip())
         return InfraError(f"the sandbox's launcher ended with {self._code} {words}".rstrip())
 
@@ -254,7 +263,7 @@ class BwrapSandbox:
         stdin: bytes = b"",
     ) -> ExecResult:
         """Run a command; see ``core.protocols.Sandbox``."""
-        channel = self._open_channel()
+        channel = await self._open_channel()
         try:
             result = await channel.run(
                 command,
@@ -265,16 +274,16 @@ class BwrapSandbox:
                 stdin=stdin,
             )
         except SandboxGone as error:
-            raise self._end_cause() from error
+            raise await self._end_cause() from error
         return self._oom.mark(result)
 
     async def put(self, path: str, tar: bytes) -> None:
         """Unpack a tar stream under ``path``."""
-        await self._open_channel().put(path, tar)
+        await (await self._open_channel()).put(path, tar)
 
     async def get(self, path: str, *, max_bytes: int = 16 << 20) -> bytes:
         """Return a file or directory as a tar stream."""
-        return await self._open_channel().get(path, max_bytes)
+        return await (await self._open_channel()).get(path, max_bytes)
 
     async def destroy(self) -> None:
         """End the sandbox; returns when nothing of it is left on the host. Idempotent."""
@@ -288,7 +297,7 @@ class BwrapSandbox:
                 self._channel.write_eof()
                 async with asyncio.timeout(DESTROY_TIMEOUT_S):
                     await self._channel.closed
-            await self._wait_launcher()
+            await self._wait_launcher(DESTROY_TIMEOUT_S)
         except TimeoutError as error:
             raise InfraError(
                 f"a sandbox did not end within {DESTROY_TIMEOUT_S:.0f} s", cause="destroy"
@@ -317,9 +326,9 @@ class BwrapSandbox:
                 self._code = os.waitstatus_to_exitcode(status)
         return self._code is not None or not self._pid
 
-    async def _wait_launcher(self) -> None:
+    async def _wait_launcher(self, timeout_s: float) -> None:
         pause = 0.0002
-        async with asyncio.timeout(DESTROY_TIMEOUT_S):
+        async with asyncio.timeout(timeout_s):
             while not self._reap():
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 0.05)

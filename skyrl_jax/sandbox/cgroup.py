@@ -107,6 +107,26 @@ def find_cgroups(run_id: str, root: Path = Path("/sys/fs/cgroup")) -> CgroupTree
     return None
 
 
+def open_cgroups(run_id: str, root: Path = Path("/sys/fs/cgroup")) -> tuple[CgroupTree | None, str]:
+    """Return this run's hierarchy, made and ready; or ``None`` and what the kernel refused.
+
+    A hierarchy that looks writable need not be: v2 refuses subtree_control (EBUSY) where processes
+    lie beside the run's directory, and containers mount it read-only or without the right.
+    """
+    tree: CgroupTree | None = None
+    try:
+        tree = find_cgroups(run_id, root)
+        if tree is not None:
+            tree.reap()
+            tree.open_run()
+        return tree, ""
+    except OSError as error:
+        if tree is not None:
+            with contextlib.suppress(OSError):
+                tree.close_run()
+        return None, f"{error.filename or root}: {error.strerror}"
+
+
 def run_name(run_id: str) -> str:
     """Return a new name for this process's share of a run: id, pid, start time, random part."""
     clean = "".join(char if char.isalnum() or char in "-_" else "-" for char in run_id)[:80]
@@ -185,16 +205,18 @@ class OomCounter:
 
     def mark(self, result: ExecResult) -> ExecResult:
         """Return the result with ``oom_killed`` set when the counter rose since the last call."""
+        return dataclasses.replace(result, oom_killed=True) if self.rose() else result
+
+    def rose(self) -> bool:
+        """Say whether the kernel killed something here for memory since the last call."""
         if self._fd < 0:
-            return result
+            return False
         try:
             count = oom_kills(os.pread(self._fd, 4096, 0))
         except OSError:  # the cgroup went away with its sandbox
-            return result
-        if count <= self._seen:
-            return result
-        self._seen = count
-        return dataclasses.replace(result, oom_killed=True)
+            return False
+        rose, self._seen = count > self._seen, max(count, self._seen)
+        return rose
 
     def close(self) -> None:
         """Close the file. Idempotent."""

@@ -150,14 +150,18 @@ class SupervisorChannel(asyncio.Protocol):
 
         Raises:
             SandboxGone: the channel closed.
-            InfraError: no reply within the command's limit and a grace.
+            InfraError: no reply within the command's limit and a grace, or processes of the
+                command could not be killed: the next command would not be alone.
         """
         async with asyncio.timeout(_TURN_TIMEOUT_S):
             await self._lock.acquire()
         try:
-            return await self._call(kind, timeout_s, fields)
+            reply = await self._call(kind, timeout_s, fields)
         finally:
             self._lock.release()
+        if reply.flags & wire.STUCK:
+            raise InfraError("processes of a command could not be killed", cause="stuck")
+        return reply
 
     async def _call(self, kind: bytes, timeout_s: float, fields: Mapping[str, Any]) -> wire.Reply:
         if self.closed.done() or self._transport is None:

@@ -12,6 +12,7 @@ only, so it must be accepted with ``best_effort``.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import os
 import socket
@@ -19,7 +20,7 @@ import struct
 import tarfile
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -101,16 +102,32 @@ class DockerProvider:
             if self._client is not None:
                 self._client.close()
 
-    async def call(self, function: Callable[..., T], *args: Any) -> T:
+    async def call(
+        self, function: Callable[..., T], *args: Any, late: Callable[[T], None] | None = None
+    ) -> T:
         """Run a call to the daemon in a thread, with a deadline.
+
+        Args:
+            function: the call.
+            args: its arguments.
+            late: takes a result that nobody waits for any more (deadline, cancellation); it runs
+                in the call's thread, so the end of the event loop does not stop it.
 
         Raises:
             ImageError, InfraError: what the daemon or the client said.
         """
-        loop = asyncio.get_running_loop()
+        job = self._threads.submit(function, *args)
+        try:
+            return await self._wait(job)
+        except BaseException:
+            if late is not None:
+                job.add_done_callback(lambda done: _hand_over(done, late))
+            raise
+
+    async def _wait(self, job: Future[T]) -> T:
         try:
             async with asyncio.timeout(self._timeout_s + 1.0):
-                return await loop.run_in_executor(self._threads, function, *args)
+                return await asyncio.wrap_future(job)
         except TimeoutError as error:
             raise InfraError(
                 f"docker at {self._host} did not answer within {self._timeout_s:.0f} s",
@@ -218,6 +235,13 @@ class DockerProvider:
             spool.seek(0)
             self._client.put_archive(container, "/", spool)
 
+    def drop(self, prepared: tuple[str, socket.socket]) -> None:
+        """Remove a container that was prepared too late for its sandbox."""
+        container, channel = prepared
+        channel.close()
+        with contextlib.suppress(Exception):  # nobody is left to tell; the next run reaps
+            self.remove(container)
+
     def start(self, container: str) -> None:
         """Start a prepared container."""
         self._client.start(container)
@@ -243,6 +267,11 @@ class DockerProvider:
             await box.destroy()
             raise
         return box
+
+
+def _hand_over(done: Future[T], late: Callable[[T], None]) -> None:
+    if not done.cancelled() and done.exception() is None:
+        late(done.result())
 
 
 def _owned_by_agent(member: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -305,13 +334,8 @@ class DockerSandbox:
 
     async def open(self) -> None:
         """Create, attach, start, and wait for the supervisor's first word."""
-        prepared = asyncio.ensure_future(self._provider.call(self._provider.prepare, self._spec))
-        try:
-            self._container, raw = await asyncio.shield(prepared)
-        except asyncio.CancelledError:  # the thread goes on: take its container along
-            self._container, raw = await prepared
-            raw.close()
-            raise
+        provider = self._provider
+        self._container, raw = await provider.call(provider.prepare, self._spec, late=provider.drop)
         raw.setblocking(False)
         self._channel = channel = SupervisorChannel()
         loop = asyncio.get_running_loop()
@@ -349,7 +373,9 @@ class DockerSandbox:
             await self._provider.call(self._provider.ping)
         except HostError as error:
             return error
-        return SandboxGone("the container ended")
+        # Commands cannot signal PID 1: only memory tells the agent's doing from the host's (a
+        # removed container, a daemon that started again).
+        return SandboxGone("the container ended", certain=self._oom.rose())
 
     async def exec(
         self,

@@ -24,7 +24,7 @@ class ServerChild:
     """A generation server of our own, as an async context manager.
 
     Args:
-        options: what to serve; ``port_file`` is the child's own business and is replaced.
+        options: what to serve; ``port_file`` and ``parent_pid`` are replaced by our own.
         start_timeout_s: how long the child may take till /health answers 200.
         log: where the child's output goes ("" = a temporary file, removed at the end).
         env: environment of the child (default: this process's).
@@ -88,7 +88,9 @@ class ServerChild:
         return None if self._process is None else self._process.returncode
 
     def _argv(self, port_file: Path) -> Sequence[str]:
-        options = dataclasses.replace(self._options, port_file=str(port_file))
+        options = dataclasses.replace(
+            self._options, port_file=str(port_file), parent_pid=os.getpid()
+        )
         text = json.dumps(dataclasses.asdict(options))
         return [sys.executable, "-m", "skyrl_jax.serve.process", text]
 

@@ -35,16 +35,20 @@ class ServeOptions:
     weight_version: str = "default"
     wait_for_weights: bool = False
     threads: int = 0
+    parent_pid: int = 0  # whoever starts the server says who it is; 0 = whoever that is at start
 
 
 def run_server(options: ServeOptions) -> int:
     """Serve until told to end; return the exit code.
 
     Raises:
-        ConfigError: the port is in use, or the model folder is wrong.
+        ConfigError: the port is in use, the model folder is wrong, or ``parent_pid`` is not (or no
+            longer) this process's parent.
     """
-    parent = os.getppid()
+    parent = options.parent_pid or os.getppid()
     die_with_parent()
+    if os.getppid() != parent:  # it died before the kernel was told: no signal will come
+        raise ConfigError(f"--parent_pid={parent} is not the parent of this server: it has ended")
     limit_threads(options.threads)
     listener = _listen(options.host, options.port)
     import uvloop

@@ -25,7 +25,7 @@ from skyrl_jax.core.errors import GenerationError, WeightsError
 from skyrl_jax.core.types import WeightVersion
 from skyrl_jax.generation.sglang import SGLangGenerator
 from skyrl_jax.models import hf
-from skyrl_jax.sync.publish import Restorer, bit_sum, leaves
+from skyrl_jax.sync.publish import Restorer, leaves
 from skyrl_jax.weights.store import PARAMS, FolderStore
 
 
@@ -88,20 +88,31 @@ class Bridge:
 
         Raises:
             WeightsError: the version's files or params are not what was published.
-            GenerationError: a server refused it or failed the probe. Its gate stays shut; the last
-                good version was put back on every server where that was possible.
+            GenerationError: a server refused it, failed the probe or did not do it in time. Its
+                gate stays shut; the last good version was put back on every server where that was
+                possible (not after the deadline).
         """
-        async with self._single_flight, asyncio.timeout(self._deadline_s):
-            start = time.monotonic()
-            exported = await asyncio.to_thread(self.export, version)
-            middle = time.monotonic()
-            await self._to_all(exported)
-            self._drop_exports(exported)
-            self._good = exported
-            for server in self._servers:
-                server.open_gate()
-            end = time.monotonic()
-        return {"export_s": middle - start, "update_s": end - middle}
+        async with self._single_flight:
+            try:
+                async with asyncio.timeout(self._deadline_s):
+                    return await self._update(version)
+            except TimeoutError as error:
+                raise GenerationError(
+                    f"weight version {version.number} was not on every server within "
+                    f"{self._deadline_s:g} s",
+                    cause="engine_update",
+                ) from error
+
+    async def _update(self, version: WeightVersion) -> dict[str, float]:
+        start = time.monotonic()
+        exported = await asyncio.to_thread(self.export, version)
+        middle = time.monotonic()
+        await self._to_all(exported)
+        self._drop_exports(exported)
+        self._good = exported
+        for server in self._servers:
+            server.open_gate()
+        return {"export_s": middle - start, "update_s": time.monotonic() - middle}
 
     def export(self, version: WeightVersion) -> Exported:
         """Check a version against its manifest and write it as a HF folder.
@@ -194,10 +205,16 @@ async def put_on_server(server: SGLangGenerator, exported: Exported) -> None:
         )
 
 
+def host_bit_sum(array: np.ndarray) -> int:
+    """Return what ``learner.export.bit_sum`` gives, without a device."""
+    words = np.ascontiguousarray(array).reshape(-1).view(f"u{array.dtype.itemsize}")
+    return int(words.sum(dtype=np.uint64)) & 0xFFFFFFFF
+
+
 def _check(params: Any, manifest: dict[str, Any], number: int) -> None:
     for name, leaf in leaves(params):
         facts = manifest["leaves"][name]
-        seen = {"shape": list(leaf.shape), "dtype": leaf.dtype.name, "bit_sum": bit_sum(leaf)}
+        seen = {"shape": list(leaf.shape), "dtype": leaf.dtype.name, "bit_sum": host_bit_sum(leaf)}
         if seen != facts:
             raise WeightsError(
                 f"weight version {number}: leaf {name} is {json.dumps(seen)}, the learner "

@@ -20,11 +20,9 @@ import orbax.checkpoint as ocp
 
 from skyrl_jax.core.config import ModelConfig
 from skyrl_jax.core.types import WeightVersion
+from skyrl_jax.learner.export import bit_sum, leaf_name
 from skyrl_jax.models import decoder
 from skyrl_jax.weights.store import FolderStore
-
-_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32}
-_MASK = 0xFFFFFFFF
 
 
 class Publisher:
@@ -107,7 +105,7 @@ class Restorer:
         """Return the params of a version as nested dicts of numpy arrays (no device is used)."""
         target: dict[str, Any] = {}
         for name in manifest["leaves"]:
-            *parents, last = name.split("/")
+            *parents, last = name.split(".")
             node = target
             for parent in parents:
                 node = node.setdefault(parent, {})
@@ -116,24 +114,15 @@ class Restorer:
 
 
 def leaves(params: Any) -> list[tuple[str, Any]]:
-    """Return ("layers/q", leaf) pairs in tree order."""
-    flat, _ = jax.tree_util.tree_flatten_with_path(params)
-    return [("/".join(entry.key for entry in path), leaf) for path, leaf in flat]
-
-
-def bit_sum(array: np.ndarray) -> int:
-    """Return the sum of an array's bit patterns modulo 2**32 (as the manifest has it)."""
-    words = array.view(_WORDS[array.dtype.itemsize])
-    return int(words.sum(dtype=np.uint64)) & _MASK
+    """Return ("layers.q", leaf) pairs in tree order."""
+    flat = jax.tree_util.tree_leaves_with_path(params)
+    return [(leaf_name(path), leaf) for path, leaf in flat]
 
 
 def _facts(cfg: ModelConfig, dtype: str, params: Any, ids: Any) -> tuple[Any, Any, Any]:
     """Cast the params; return them, each leaf's bit sum, and the probe's log-probs."""
     cast = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-    sums = []
-    for _, leaf in leaves(cast):
-        words = jax.lax.bitcast_convert_type(leaf, _WORDS[leaf.dtype.itemsize])
-        sums.append(jnp.sum(words.astype(jnp.uint32), dtype=jnp.uint32))
+    sums = [bit_sum(leaf) for leaf in jax.tree.leaves(cast)]
     rows = ids[None]
     positions = jnp.arange(ids.shape[0])[None]
     hidden = decoder.hidden_fn(cfg, cast, rows, positions, jnp.ones_like(rows))[0, :-1]

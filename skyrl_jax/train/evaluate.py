@@ -75,24 +75,32 @@ def plans(world: World) -> tuple[EvalPlan, ...]:
     return tuple(chosen)
 
 
+def stored(workdir: Path, step: int, plan: EvalPlan) -> Evaluation | None:
+    """Return the evaluation of the policy after ``step`` that this run has made, if it has."""
+    values = read_json(_path(workdir, step, plan))
+    if values is None or values.pop("plan") != asdict(plan):
+        return None
+    return Evaluation(**values)
+
+
 async def evaluate(
     world: World,
-    when: str,
+    step: int,
     plan: EvalPlan,
     on_progress: Callable[[Progress], None] | None = None,
 ) -> Evaluation:
-    """Run one evaluation, or read it back when this run has made it already.
+    """Run one evaluation of the served policy, or read it back when it was made already.
 
     Args:
         world: the run's parts; the generator serves the weights to measure.
-        when: "before" or "after".
+        step: steps that the served policy has behind it.
         plan: what to run.
         on_progress: called after every episode.
     """
-    path = world.workdir / "eval" / f"{when}-{plan.name}.json"
-    stored = read_json(path)
-    if stored is not None:
-        return Evaluation(**stored)
+    found = stored(world.workdir, step, plan)
+    if found is not None:
+        return found
+    path = _path(world.workdir, step, plan)
     tasks = world.suite.tasks(plan.split)
     collected = await collect(
         tasks,
@@ -107,7 +115,7 @@ async def evaluate(
     trajectories = [item for group in collected.groups for item in group.trajectories]
     write_rollouts(path.with_suffix(".jsonl"), trajectories)
     found = score_groups(plan.name, collected.groups)
-    write_json(path, asdict(found))
+    write_json(path, asdict(found) | {"plan": asdict(plan)})
     return found
 
 
@@ -123,10 +131,14 @@ def score_groups(name: str, groups: Sequence[TrajectoryGroup]) -> Evaluation:
     return Evaluation(name=name, scores=scores, failed=failed)
 
 
-def drop(workdir: Path, when: str) -> None:
-    """Forget the stored evaluations of ``when`` (the policy they measured has moved on)."""
-    for path in (workdir / "eval").glob(f"{when}-*.json*"):
+def drop(workdir: Path) -> None:
+    """Forget every stored evaluation: the policies that they measured will be made again."""
+    for path in (workdir / "eval").glob("step_*"):
         path.unlink()
+
+
+def _path(workdir: Path, step: int, plan: EvalPlan) -> Path:
+    return workdir / "eval" / f"step_{step:06d}-{plan.name}.json"
 
 
 def as_scores(found: Evaluation, tasks: Sequence[Task], sft: bool) -> Evaluation:

@@ -51,7 +51,7 @@ async def evaluate_rows(
                     return await _grade(suite, task, provider, agent)
                 except HostError as error:
                     if not left:
-                        return _row(task, None, f"infra:{error.cause}", {"why": str(error)})
+                        return _row(suite, task, None, f"infra:{error.cause}", {"why": str(error)})
         raise AssertionError("unreachable: the last try returns")
 
     rows = await asyncio.gather(*(run(task) for task in tasks))
@@ -71,17 +71,19 @@ async def _grade(
     try:
         await environment.reset()
         if agent == "gold" and not await environment.apply_patch(task_row(task).patch):
-            return _row(task, 0.0, "no_apply", {"why": "the gold patch does not fit the tree"})
+            why = "the gold patch does not fit the tree"
+            return _row(suite, task, 0.0, "no_apply", {"why": why})
         submission = await environment.submission()
     except AgentCausedError as error:
-        return _row(task, 0.0, "agent", {"why": str(error)})
+        return _row(suite, task, 0.0, "agent", {"why": str(error)})
     finally:
         await environment.close()
     score = await suite.reward(task, submission, provider)
-    return _row(task, score.value, score.verdict, score.breakdown)
+    return _row(suite, task, score.value, score.verdict, score.breakdown)
 
 
 def _row(
-    task: Task, score: float | None, verdict: str, breakdown: Mapping[str, Any]
+    suite: SweSuite, task: Task, score: float | None, verdict: str, breakdown: Mapping[str, Any]
 ) -> dict[str, Any]:
-    return {"instance_id": task.task_id, "score": score, "verdict": verdict, **breakdown}
+    outcome = {"instance_id": task.task_id, "score": score, "verdict": verdict}
+    return {**outcome, **suite.facts(task), **breakdown}

@@ -14,7 +14,7 @@ from typing import Any
 from skyrl_jax.actor.collect import Progress as Collecting
 from skyrl_jax.core.config import RunConfig
 from skyrl_jax.core.protocols import Tracker
-from skyrl_jax.train.evaluate import Evaluation, drop, evaluate, plans
+from skyrl_jax.train.evaluate import Evaluation, drop, evaluate, plans, stored
 from skyrl_jax.train.policy import Policy
 from skyrl_jax.train.progress import Progress
 from skyrl_jax.train.report import write_report
@@ -22,9 +22,10 @@ from skyrl_jax.train.rollouts import rollout_path, write_rollouts
 from skyrl_jax.train.state import HostState
 from skyrl_jax.train.step import StepOutcome, run_step
 from skyrl_jax.train.summary import summarize
-from skyrl_jax.train.tracker import Fanout, JsonlTracker, TensorBoardTracker
+from skyrl_jax.train.tracker import Fanout, JsonlTracker, TensorBoardTracker, read_metrics
+from skyrl_jax.train.trainable import check_trainable
 from skyrl_jax.train.warmstart import warm_start
-from skyrl_jax.train.workdir import write_json
+from skyrl_jax.train.workdir import read_json, write_json
 from skyrl_jax.train.world import World, open_world
 
 
@@ -40,6 +41,13 @@ class Run:
     tracker: Tracker
     host: HostState
     began: float  # monotonic time at which host.wall_s would have been 0
+    seconds: dict[str, float]  # where the time of this process went
+
+    def spend(self, part: str, since: float) -> float:
+        """Add the time since ``since`` to a part's account; return the time now."""
+        now = time.monotonic()
+        self.seconds[part] = self.seconds.get(part, 0.0) + now - since
+        return now
 
     @property
     def wall_s(self) -> float:
@@ -51,16 +59,30 @@ async def run(config: RunConfig, workdir: Path, cache: Path, *, setup_s: float =
     """Train until ``train.steps`` steps are done; return the path of the report.
 
     Running it again on the same folder continues after the last whole checkpoint.
+
+    Raises:
+        ConfigError: the configuration asks for a part that is not built yet.
     """
+    check_trainable(config)
     task = asyncio.current_task()
     if task is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with open_run(config, workdir, cache) as live:
-        before = await measure(live, "before")
+        before = await measure_start(live)
         await train(live)
-        after = await measure(live, "after")
-        summary = summarize(config, live.host, live.world.suite, before, after, wall_s=live.wall_s)
-        summary["setup_s"] = setup_s
+        after = await measure(live)
+        shapes = read_json(workdir / "eval" / "opening_shapes.json") or []
+        made = {name: before[name] for name in after if name in before}
+        summary = summarize(
+            config,
+            live.host,
+            live.world.suite,
+            made,
+            after,
+            wall_s=live.wall_s,
+            opening_shapes=shapes,
+        )
+        summary |= {"setup_s": setup_s, "seconds": live.seconds}
         write_json(workdir / "summary.json", summary)
         tell(live, summary)
         return write_report(workdir)
@@ -72,14 +94,14 @@ async def open_run(config: RunConfig, workdir: Path, cache: Path) -> AsyncIterat
     began = time.monotonic()
     async with AsyncExitStack() as stack:
         policy = stack.enter_context(Policy(config, workdir / "checkpoints"))
-        progress = stack.enter_context(Progress(config.train.steps))
-        progress.phase("open sandboxes, tasks and server")
         restored = policy.restore()
+        host = HostState() if restored is None else HostState.from_json(restored.host)
+        progress = stack.enter_context(Progress(config.train.steps, first_step=host.step))
+        progress.phase("open sandboxes, tasks and server")
         for skipped in restored.skipped if restored else ():
             progress.note(
                 f"checkpoint {skipped.step} is damaged ({skipped.reason}); the one before is used"
             )
-        host = HostState() if restored is None else HostState.from_json(restored.host)
         trackers: list[Any] = [
             JsonlTracker(workdir / "metrics.jsonl", restored_step=host.step),
             TensorBoardTracker(workdir / "tensorboard", restored_step=host.step),
@@ -95,18 +117,20 @@ async def open_run(config: RunConfig, workdir: Path, cache: Path) -> AsyncIterat
             tracker=Fanout(opened),
             host=host,
             began=began - host.wall_s,
+            seconds={},
         )
+        marked = live.spend("open", began)
         if restored is None:
             await start(live)
+            live.spend("warm start", marked)
         else:
-            progress.note(f"resuming after step {host.step}")
-            await world.serve(policy.params, host.version)
+            await resume(live)
         yield live
 
 
 async def start(live: Run) -> None:
     """Make the first policy (warm start where the config asks for one) and checkpoint 0."""
-    drop(live.workdir, "before")
+    drop(live.workdir)
     if live.config.sft.max_steps:
         live.progress.phase("warm start")
         live.policy.start_sft()
@@ -117,18 +141,40 @@ async def start(live: Run) -> None:
     await live.world.serve(live.policy.params, 0)
 
 
-async def measure(live: Run, when: str) -> dict[str, Evaluation]:
+async def resume(live: Run) -> None:
+    """Bring files and server back to the restored step."""
+    host = live.host
+    live.progress.note(f"resuming after step {host.step}")
+    steps = [row["step"] for row in read_metrics(live.workdir / "metrics.jsonl")]
+    if host.row and host.step not in steps:  # killed between the checkpoint and its row
+        live.tracker.log(host.step, host.row)
+    live.world.store.discard_after(host.version)
+    await live.world.serve(live.policy.params, host.version)
+
+
+async def measure_start(live: Run) -> dict[str, Evaluation]:
+    """Return the evaluations of the first policy; once it has moved on they can only be read."""
+    if live.host.step == 0:
+        return await measure(live)
+    found = {plan.name: stored(live.workdir, 0, plan) for plan in plans(live.world)}
+    for name, made in found.items():
+        if made is None:
+            live.progress.note(f"evaluation {name!r} was not made before training: no gain of it")
+    return {name: made for name, made in found.items() if made is not None}
+
+
+async def measure(live: Run) -> dict[str, Evaluation]:
     """Run (or read back) the evaluations of the policy that is served now."""
     found: dict[str, Evaluation] = {}
-    if when == "before" and live.host.step:  # only step 0 can make them
-        return {plan.name: await evaluate(live.world, when, plan) for plan in plans(live.world)}
+    marked, step = time.monotonic(), live.host.step
     for plan in plans(live.world):
-        live.progress.phase(f"evaluate {when}: {plan.name}")
+        live.progress.phase(f"evaluate after step {step}: {plan.name}")
         found[plan.name] = await evaluate(
-            live.world, when, plan, lambda seen: live.progress.sandboxes(seen.live)
+            live.world, step, plan, lambda seen: live.progress.sandboxes(seen.live)
         )
         result = found[plan.name]
-        live.progress.note(f"{when} {plan.name}: {result.rate:.3f} of {result.episodes} episodes")
+        live.progress.note(f"{plan.name}: {result.rate:.3f} of {result.episodes} episodes")
+    live.spend("evaluate", marked)
     return found
 
 
@@ -139,31 +185,41 @@ async def train(live: Run) -> None:
     def watch(seen: Collecting) -> None:
         live.progress.sandboxes(seen.live)
 
+    saved = live.host.step
+    marked = time.monotonic()
     while live.host.step < live.config.train.steps:
         if limit and live.wall_s > limit:
             live.progress.note(f"time limit of {limit:g} s reached after step {live.host.step}")
             break
-        drop(live.workdir, "after")
         begun = time.perf_counter()
         live.progress.phase("collect")
         outcome = await run_step(live.world, live.policy, live.host, watch)
-        record(live, outcome, begun)
+        if record(live, outcome, begun):
+            saved = live.host.step
+    if saved != live.host.step:  # stopped by the time limit between two checkpoints
+        save(live)
+    live.spend("steps", marked)
     live.host.ledger.check_closed()
 
 
-def record(live: Run, outcome: StepOutcome, begun: float) -> None:
-    """Write a step's episodes, its checkpoint where one is due, and its numbers."""
+def record(live: Run, outcome: StepOutcome, begun: float) -> bool:
+    """Write a step's episodes, its checkpoint where one is due, and its numbers.
+
+    Returns:
+        Whether a checkpoint was written.
+    """
     live.host = replace(outcome.host, wall_s=live.wall_s)
     step, marked = live.host.step, time.perf_counter()
     write_rollouts(rollout_path(live.workdir, step), outcome.trajectories)
-    last = step == live.config.train.steps
-    if last or step % live.config.train.checkpoint_every == 0:
+    due = step == live.config.train.steps or step % live.config.train.checkpoint_every == 0
+    if due:
         save(live)
     now = time.perf_counter()
     metrics = outcome.metrics | {"checkpoint_s": now - marked, "wall_s": now - begun}
     metrics |= {f"ledger/{k}": float(v) for k, v in _ledger(live.host).items()}
     live.tracker.log(step, metrics)
     live.progress.step(step, metrics)
+    return due
 
 
 def save(live: Run) -> None:
@@ -181,9 +237,9 @@ def tell(live: Run, summary: Mapping[str, Any]) -> None:
             f"[{100 * summary['gain_low']:.1f}, {100 * summary['gain_high']:.1f}] on "
             f"{summary['episodes']} episodes of {summary['tasks']} held-out tasks"
         )
-    live.progress.note(
-        f"wall time {summary['wall_s']:.0f} s, set-up {summary['setup_s']:.0f} s before it"
-    )
+    split = ", ".join(f"{part} {seconds:.0f}" for part, seconds in live.seconds.items())
+    live.progress.note(f"wall time {summary['wall_s']:.0f} s ({split})")
+    live.progress.note(f"set-up before it {summary['setup_s']:.0f} s")
 
 
 def _ledger(host: HostState) -> dict[str, int]:

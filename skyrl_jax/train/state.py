@@ -24,6 +24,7 @@ class HostState:
         mismatch_max: largest ``mismatch_abs_mean`` of any step, nats.
         wall_s: wall time spent, over all processes of the run.
         sft: what the warm start reached.
+        row: the metrics of ``step``, so that a kill between checkpoint and metrics loses none.
     """
 
     step: int = 0
@@ -34,10 +35,15 @@ class HostState:
     mismatch_max: float = 0.0
     wall_s: float = 0.0
     sft: Mapping[str, float] = field(default_factory=dict)
+    row: Mapping[str, float] = field(default_factory=dict)
 
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
-        return asdict(self) | {"ledger": self.ledger.to_json(), "sft": dict(self.sft)}
+        return asdict(self) | {
+            "ledger": self.ledger.to_json(),
+            "sft": dict(self.sft),
+            "row": dict(self.row),
+        }
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> HostState:

@@ -31,22 +31,26 @@ class StepOutcome:
 def tasks_of_step(tasks: Sequence[Task], count: int, seed: int, step: int) -> list[Task]:
     """Return the tasks of step ``step`` (from 1): epochs of seeded shuffles, cut into steps.
 
-    A task occurs once in an epoch; where an epoch ends inside a step, a task that would occur
-    twice in that step moves behind the others.
+    Every task occurs once in an epoch, and no task twice in a step: where an epoch ends inside a
+    step, tasks that the step has already wait for the next one.
     """
-    chosen: list[Task] = []
-    taken: set[str] = set()
-    at = (step - 1) * count
-    while len(chosen) < min(count, len(tasks)):
-        epoch, offset = divmod(at, len(tasks))
-        order = list(range(len(tasks)))
-        random.Random(derive_seed(seed, "epoch", epoch)).shuffle(order)
-        task = tasks[order[offset]]
-        if task.task_id not in taken:
-            taken.add(task.task_id)
-            chosen.append(task)
-        at += 1
-    return chosen
+    size = min(count, len(tasks))
+    queue: list[int] = []
+    chosen: list[int] = []
+    epoch = 0
+    for _ in range(step):
+        chosen = []
+        while len(chosen) < size:
+            ready = next((i for i in queue if i not in chosen), None)
+            if ready is None:
+                order = list(range(len(tasks)))
+                random.Random(derive_seed(seed, "epoch", epoch)).shuffle(order)
+                queue += order
+                epoch += 1
+            else:
+                queue.remove(ready)
+                chosen.append(ready)
+    return [tasks[i] for i in chosen]
 
 
 async def run_step(
@@ -93,6 +97,7 @@ async def run_step(
         episodes=host.episodes + len(trajectories),
         failed=host.failed + sum(collected.failures.values()),
         mismatch_max=max(host.mismatch_max, metrics.get("mismatch_abs_mean", 0.0)),
+        row=metrics,
     )
     return StepOutcome(host=after, metrics=metrics, trajectories=trajectories)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from skyrl_jax.core.config import RunConfig
 from skyrl_jax.core.types import Task
+from skyrl_jax.tasks.swe.shape import body_shape
 from skyrl_jax.tasks.swe.suite import SweSuite
 from skyrl_jax.train.evaluate import Evaluation, as_scores
 from skyrl_jax.train.state import HostState
@@ -24,6 +25,7 @@ def summarize(
     after: Mapping[str, Evaluation],
     *,
     wall_s: float,
+    opening_shapes: Iterable[str] = (),
 ) -> dict[str, Any]:
     """Return ``summary.json``: fractions, intervals by bootstrap over tasks, counts, seconds."""
     heldout = suite.tasks("heldout")
@@ -39,12 +41,17 @@ def summarize(
         "sft_success": host.sft.get("sft_success", 0.0),
         "permuted_rewards": config.objective.permute_rewards,
     }
-    for name in before:
+    for name in before:  # "after" may hold more: an evaluation that was added on resume
         summary |= _pair(_PREFIX[name], before[name], after[name])
     if "sampled" in before:
         summary["episodes"] = before["sampled"].episodes
         summary["tasks"] = len(before["sampled"].scores)
         summary |= _kinds(before["sampled"], after["sampled"], heldout)
+        shapes = set(opening_shapes) | {shape_of(task) for task in suite.tasks("train")}
+        new = {task.task_id for task in heldout if shape_of(task) not in shapes}
+        old, now = (found["sampled"].only(new.__contains__) for found in (before, after))
+        summary |= _pair("resolved_new_bodies", old, now)
+        summary["tasks_new_bodies"] = len(new)
     return summary
 
 
@@ -55,6 +62,11 @@ def _kinds(before: Evaluation, after: Evaluation, tasks: Sequence[Task]) -> dict
         old, new = as_scores(before, tasks, sft), as_scores(after, tasks, sft)
         found |= _pair(label, old, new)
     return found
+
+
+def shape_of(task: Task) -> str:
+    """Return the shape of a task's broken function (its code up to chosen names)."""
+    return body_shape(str(task.payload["function"]))
 
 
 def _pair(prefix: str, before: Evaluation, after: Evaluation) -> dict[str, Any]:

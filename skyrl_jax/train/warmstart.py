@@ -16,9 +16,11 @@ from skyrl_jax.agents.seeds import derive_seed
 from skyrl_jax.batching.minibatch import assemble_sft
 from skyrl_jax.core.types import Batch, Episode
 from skyrl_jax.tasks.swe.demos import opening_tasks
+from skyrl_jax.tasks.swe.shape import body_shape
 from skyrl_jax.train import demonstrations
 from skyrl_jax.train.evaluate import score_groups
 from skyrl_jax.train.policy import Policy
+from skyrl_jax.train.workdir import write_json
 from skyrl_jax.train.world import Say, World
 
 
@@ -69,6 +71,8 @@ async def make_demos(world: World) -> Demos:
     tasks = await asyncio.to_thread(
         opening_tasks, cfg.sft.openings, cfg.tasks.seed, avoid, cfg.tasks.templates
     )
+    shapes = {body_shape(str(task.payload["function"])) for task in tasks}
+    write_json(world.workdir / "eval" / "opening_shapes.json", sorted(shapes))
     return Demos(
         played=tuple(await demonstrations.play(world, played)),
         openings=tuple(demonstrations.opening(world.renderer, task) for task in tasks),

@@ -2,7 +2,8 @@
 
 WORKDIR/config.json   the configuration of the run (a changed one is refused)
         lock          held while a process uses the folder
-        cache/        tokenizer, task trees (may be deleted)
+        tasks.json    the validated tasks of the run     tokenizer.json
+        cache/        config of the served model (may be deleted)
         checkpoints/  full training states      weights/  published versions
         rollouts/     every episode             eval/     evaluations
         metrics.jsonl summary.json report.html tensorboard/

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from skyrl_jax.agents.loop import CodeActAgent, make_codeact
-from skyrl_jax.agents.parsing import parse_assistant
+from skyrl_jax.agents.parsing import LENGTH_CUT, NO_CALL, parse_assistant
 from skyrl_jax.agents.scripted import SUBMIT, edit
 from skyrl_jax.core.config import ModelConfig, RunConfig
-from skyrl_jax.core.errors import ConfigError
+from skyrl_jax.core.errors import DataError
 from skyrl_jax.core.types import Task
 from skyrl_jax.generation.renderer import ChatMLRenderer
 from skyrl_jax.generation.sglang import SGLangGenerator
@@ -30,8 +30,10 @@ from skyrl_jax.serve.child import ServerChild
 from skyrl_jax.serve.process import ServeOptions
 from skyrl_jax.sync.bridge import Bridge
 from skyrl_jax.sync.publish import Publisher
-from skyrl_jax.tasks.swe.suite import SweSuite, synthetic_splits
-from skyrl_jax.train.workdir import write_json
+from skyrl_jax.tasks.swe.environment import PASSED
+from skyrl_jax.tasks.swe.rows import SweRow
+from skyrl_jax.tasks.swe.suite import SweSuite, row_digest, synthetic_splits, task_row
+from skyrl_jax.train.workdir import read_json, write_json
 from skyrl_jax.weights.store import FolderStore
 
 Say = Callable[[str], None]
@@ -93,21 +95,17 @@ async def open_world(
         cache: shared over runs: base image, task trees, validation results.
         say: tells a person what is happening.
     """
-    if config.tasks.source != "synthetic":
-        raise ConfigError(
-            f"tasks.source = {config.tasks.source!r}: training draws from 'synthetic' tasks; rows "
-            "of a file can be graded with launchers/evaluate.py"
-        )
     async with AsyncExitStack() as stack:
         run_id = hashlib.sha256(str(workdir).encode()).hexdigest()[:12]
         provider = make_provider(config.sandbox, run_id=run_id, cache_dir=cache)
         await stack.enter_async_context(provider)
-        suite = await _open_suite(config, cache, provider, say)
-        tokenizer = _open_tokenizer(config, cache, suite)
+        suite = await _open_suite(config, workdir, cache, provider, say)
+        tokenizer = _open_tokenizer(config, workdir, cache, suite)
         renderer = ChatMLRenderer(tokenizer, parse_assistant)
         store = FolderStore(workdir / "weights", keep=config.train.keep_weight_versions)
         store.sweep()
-        publisher = stack.enter_context(Publisher(config.model, store))
+        publisher = Publisher(config.model, store, dtype=config.learner.compute_dtype)
+        stack.enter_context(publisher)
         url = await _open_server(config, workdir, renderer, stack)
         generator = SGLangGenerator(url, timeout_s=config.engine.request_timeout_s, gate_open=False)
         await stack.enter_async_context(generator)
@@ -133,11 +131,18 @@ def warm_start_corpus(tasks: Iterable[Task]) -> Iterable[str]:
         payload = task.payload
         yield f"{task.prompt}\n{payload['new_str']}\n"
     yield edit("a.py", "x", "y") + SUBMIT
+    yield from (PASSED, NO_CALL, LENGTH_CUT)
 
 
-async def _open_suite(config: RunConfig, cache: Path, provider: AnyProvider, say: Say) -> SweSuite:
+async def _open_suite(
+    config: RunConfig, workdir: Path, cache: Path, provider: AnyProvider, say: Say
+) -> SweSuite:
+    """Make the tasks; the first start of a run validates them and pins the list."""
     image = await asyncio.to_thread(resolve_image, config.sandbox, cache)
     splits = await asyncio.to_thread(synthetic_splits, config.tasks)
+    pinned = read_json(workdir / "tasks.json")
+    if pinned is not None:
+        splits = pinned_rows(splits, pinned)
     suite = SweSuite(
         splits,
         agent=config.agent,
@@ -146,7 +151,15 @@ async def _open_suite(config: RunConfig, cache: Path, provider: AnyProvider, say
         cache=cache / "swe",
         prepare=prepare_layer,
     )
+    if pinned is not None:
+        say(f"tasks: {sum(map(len, pinned.values()))}, as the run began")
+        return suite
     checked = await suite.validate(provider, concurrency=config.rollout.grade_concurrency)
+    kept = {name: suite.tasks(name) for name in splits}
+    write_json(
+        workdir / "tasks.json",
+        {n: {t.task_id: row_digest(task_row(t)) for t in tasks} for n, tasks in kept.items()},
+    )
     say(
         f"tasks: {checked.valid} valid ({checked.cached} known from before), "
         f"{len(checked.invalid)} dropped"
@@ -154,9 +167,38 @@ async def _open_suite(config: RunConfig, cache: Path, provider: AnyProvider, say
     return suite
 
 
-def _open_tokenizer(config: RunConfig, cache: Path, suite: SweSuite) -> Tokenizer:
+def pinned_rows(
+    splits: Mapping[str, Sequence[SweRow]], pinned: Mapping[str, Mapping[str, str]]
+) -> dict[str, list[SweRow]]:
+    """Return the rows that a run began with.
+
+    Args:
+        splits: the rows that the configuration makes now.
+        pinned: {split: {task id: digest}} of the run.
+
+    Raises:
+        DataError: a row or the program that judges it is not what it was.
+    """
+    rows = {row.instance_id: row for split in splits.values() for row in split}
+    for name, digests in pinned.items():
+        for task_id, digest in digests.items():
+            if task_id not in rows or row_digest(rows[task_id]) != digest:
+                raise DataError(
+                    f"task {task_id} of split {name} is not what the run began with: the code that "
+                    "makes or judges tasks has changed; start a new --workdir"
+                )
+    return {name: [rows[task_id] for task_id in digests] for name, digests in pinned.items()}
+
+
+def _open_tokenizer(config: RunConfig, workdir: Path, cache: Path, suite: SweSuite) -> Tokenizer:
+    """Train the tokenizer (or take it from the cache); it belongs to the run from then on."""
+    path = workdir / "tokenizer.json"
+    if path.exists():
+        return Tokenizer.load(path)
     corpus = list(warm_start_corpus(suite.tasks("train")))
-    return load_or_train(corpus, config.model.vocab_size, cache / "tokenizers")
+    tokenizer = load_or_train(corpus, config.model.vocab_size, cache / "tokenizers")
+    tokenizer.save(path)
+    return tokenizer
 
 
 async def _open_server(
@@ -164,8 +206,6 @@ async def _open_server(
 ) -> str:
     """Return the URL of a server: the configured one, or the embedded engine as our child."""
     engine = config.engine
-    if len(engine.servers) > 1:
-        raise ConfigError("engine.servers: one server for now; a fleet is not yet supported")
     if engine.servers:
         return engine.servers[0]
     folder = _empty_model(config.model, workdir / "cache" / "model", renderer)

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import jax
@@ -74,13 +74,14 @@ def _kill_when(process, workdir: Path, reached: Callable[[Path], bool], log: Pat
         assert time.monotonic() < deadline, log.read_text()[-3000:]
         time.sleep(0.001)
     family = psutil.Process(process.pid).children(recursive=True)
+    sandboxes = _mount_namespaces(child.pid for child in family)
     os.kill(process.pid, signal.SIGKILL)
     process.wait(timeout=10)
     _, alive = psutil.wait_procs(family, timeout=15)
     assert not alive, f"left 15 s after the kill: {[p.cmdline() for p in alive]}"
     assert _cgroups(process.pid) == [], "cgroups left 15 s after the kill"
-    mounts = [line.split()[1] for line in Path("/proc/self/mounts").read_text().splitlines()]
-    assert not [mount for mount in mounts if f".{process.pid}." in mount], mounts
+    left = sandboxes & _mount_namespaces(psutil.pids())
+    assert not left, f"mount namespaces of sandboxes left 15 s after the kill: {left}"
 
 
 def _safe(reached: Callable[[Path], bool], workdir: Path) -> bool:
@@ -90,11 +91,24 @@ def _safe(reached: Callable[[Path], bool], workdir: Path) -> bool:
         return False
 
 
+def _mount_namespaces(pids: Iterable[int]) -> set[str]:
+    """Return the mount namespaces that processes live in; a sandbox's mounts live and die there."""
+    found = set()
+    for pid in pids:
+        try:
+            found.add(os.readlink(f"/proc/{pid}/ns/mnt"))
+        except OSError:  # that process has just ended
+            continue
+    return found - {os.readlink("/proc/self/ns/mnt")}
+
+
 def _cgroups(owner: int) -> list[str]:
     """Return the cgroups of a dead owner (run.pid.start time) that still exist after 15 s."""
     found: list[str] = []
     for _ in range(150):
-        found = [str(p) for p in Path("/sys/fs/cgroup").glob(f"*/skyrl/*.{owner}.*") if p.is_dir()]
+        root = Path("/sys/fs/cgroup")
+        both = [*root.glob(f"*/skyrl/*.{owner}.*"), *root.glob(f"skyrl/*.{owner}.*")]  # v1, v2
+        found = [str(p) for p in both if p.is_dir()]
         if not found:
             return []
         time.sleep(0.1)

@@ -158,9 +158,11 @@ class SweEnvironment:
         ending = _ending(result, self._timeout_s)
         if tests and result.output.startswith("ok\n") and not ending:
             return _compact_answer(parts[-1], result)
-        return (
-            normalise(result.output).rstrip() + ending
-        ).strip() or "error: the tool gave no answer"
+        if command == "view":  # verbatim: an old_str copied from it must match the file
+            text = result.output.rstrip("\n") + ending
+        else:
+            text = (normalise(result.output).rstrip() + ending).strip()
+        return text or "error: the tool gave no answer"
 
     async def _exec(self, argv: Sequence[str], max_bytes: int, stdin: bytes = b"") -> ExecResult:
         if self._sandbox is None:

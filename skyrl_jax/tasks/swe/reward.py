@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from skyrl_jax.core.errors import AgentCausedError, SandboxTimeout
-from skyrl_jax.core.protocols import ExecResult, SandboxProvider, SandboxSpec
+from skyrl_jax.core.errors import AgentCausedError, InfraError, SandboxTimeout
+from skyrl_jax.core.protocols import ExecResult, Sandbox, SandboxProvider, SandboxSpec
 from skyrl_jax.core.types import Score
 from skyrl_jax.tasks.swe.environment import MAX_DIFF
 from skyrl_jax.tasks.swe.grading import Canaries, Expectation, judge
@@ -17,6 +18,7 @@ from skyrl_jax.tasks.swe.rows import SweRow
 
 GRADE = ("python3", "-S", "-E", "../opt/swe/grade.py")
 MAX_LOG = 1 << 20
+CREATE_TIMEOUT_S = 30.0  # of a sandbox to grade in: the host's time, never the submission's
 
 Operation = tuple[str, bytes]
 
@@ -92,8 +94,12 @@ def light_grading(row: SweRow, hidden: dict[str, str], diff: str) -> Grading:
 async def run_operations(
     provider: SandboxProvider, spec: SandboxSpec, request: bytes, timeout_s: float
 ) -> ExecResult:
-    """Run a framed request in a fresh sandbox, which is gone afterwards whatever happens."""
-    sandbox = await provider.create(spec)
+    """Run a framed request in a fresh sandbox, which is gone afterwards whatever happens.
+
+    Raises:
+        InfraError: there was no sandbox within ``CREATE_TIMEOUT_S``.
+    """
+    sandbox = await _create(provider, spec)
     try:
         return await sandbox.exec(
             GRADE,
@@ -104,6 +110,16 @@ async def run_operations(
         )
     finally:
         await sandbox.destroy()
+
+
+async def _create(provider: SandboxProvider, spec: SandboxSpec) -> Sandbox:
+    try:
+        async with asyncio.timeout(CREATE_TIMEOUT_S):
+            return await provider.create(spec)
+    except TimeoutError as error:
+        raise InfraError(
+            f"no sandbox for grading within {CREATE_TIMEOUT_S:g} s", cause="create"
+        ) from error
 
 
 def refuse(diff: str) -> Score | None:

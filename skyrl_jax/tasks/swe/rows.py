@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -106,13 +106,6 @@ def load_rows(path: str | Path) -> tuple[SweRow, ...]:
             raise DataError(f"{row.instance_id}: field 'instance_id' occurs twice in {path.name}")
         seen.add(row.instance_id)
     return rows
-
-
-def save_rows(path: Path, rows: Iterable[SweRow]) -> None:
-    """Write rows as JSONL."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    lines = [json.dumps(row.to_json(), sort_keys=True) for row in rows]
-    path.write_text("\n".join(lines) + "\n")
 
 
 def _load(path: Path) -> list[Any]:

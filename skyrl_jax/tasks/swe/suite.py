@@ -146,13 +146,10 @@ class SweSuite:
     async def reward(self, task: Task, submission: str, provider: SandboxProvider) -> Score:
         """Grade a submission in a fresh sandbox from the diff alone; host errors propagate."""
         row = task_row(task)
-        extra: dict[str, Any] = {}
         tree = self._trees.get(row.instance_id)
-        if tree is not None:
-            extra = {"approximate": True, "p2p_excluded": len(tree.recipe.excluded)}
         refused = refuse(submission)
         if refused is not None:
-            return replace(refused, breakdown={**refused.breakdown, **extra})
+            return replace(refused, breakdown={**refused.breakdown, **self.facts(task)})
         if tree is None:
             hidden = hidden_files(row)
             return await grade(
@@ -170,6 +167,13 @@ class SweSuite:
             self.spec(row),
             HARNESS_TIMEOUT_S,
         )
+
+    def facts(self, task: Task) -> dict[str, Any]:
+        """Return what every output about a task must say of its tree (exact: nothing)."""
+        tree = self._trees.get(task_row(task).instance_id)
+        if tree is None:
+            return {}
+        return {"approximate": True, "p2p_excluded": len(tree.recipe.excluded)}
 
     def spec(self, row: SweRow) -> SandboxSpec:
         """Return the sandbox of a row: its clean tree over the tools over the image.
