@@ -103,7 +103,7 @@ def _disagreement(answer: dict[str, Any], ids: Sequence[int], logprobs: Sequence
     if count != len(ids):
         return f"{count} completion tokens but {len(ids)} log-probs"
     bad = [x for x in logprobs if not _plausible(x)]
-    return f"a log-prob is {bad[0]!r}; it must be <= 0 and > {LOGPROB_FLOOR:g}" if bad else ""
+    return f"a log-prob is {bad[0]!r}; it must be finite, <= 0, > {LOGPROB_FLOOR:g}" if bad else ""
 
 
 def _versions(

@@ -210,7 +210,7 @@ def _split(batch: Batch, micro_rows: int, mesh: jax.sharding.Mesh | None) -> Bat
     if rows % micro_rows:
         raise ConfigError(
             f"batch of {rows} rows cannot be split into micro-batches of 'learner.micro_rows' = "
-            f"{micro_rows}; batching.packing.pack makes a multiple of it"
+            f"{micro_rows}; pad it to a multiple (batching.packing.pack does)"
         )
 
     def one(x: Any) -> Any:

@@ -36,7 +36,10 @@ class CgroupTree:
     Args:
         roots: one directory (v2) or one per controller (v1, in the order memory, pids, cpu).
         version: 1 or 2.
-        run: directory name of this run, ``<run id>.<owner pid>.<owner start>.<random>``.
+        run: name of this process's share of a run, ``<run id>.<owner pid>.<owner start>.<random>``.
+
+    A sandbox's directory is ``skyrl/<run>.<sandbox id>``. There is none for the run itself: with no
+    sandbox alive nobody would be left to remove it when the owner is killed.
     """
 
     roots: tuple[Path, ...]
@@ -45,7 +48,7 @@ class CgroupTree:
 
     def plan(self, sandbox_id: str, spec: SandboxSpec) -> CgroupPlan:
         """Return the directories and values that enforce ``spec``."""
-        paths = [root / _PARENT / self.run / sandbox_id for root in self.roots]
+        paths = [root / _PARENT / f"{self.run}.{sandbox_id}" for root in self.roots]
         memory = spec.memory_mb << 20
         quota = max(1000, int(spec.cpus * _PERIOD_US))
         if self.version == 2:
@@ -70,21 +73,21 @@ class CgroupTree:
         )
 
     def open_run(self) -> None:
-        """Make the run's own directories (v2: hand the controllers down)."""
+        """Make the directory that all runs share (v2: hand the controllers down)."""
         for root in self.roots:
-            directory = root / _PARENT / self.run
-            directory.mkdir(parents=True, exist_ok=True)
+            (root / _PARENT).mkdir(exist_ok=True)
             if self.version == 2:
-                for level in (root, root / _PARENT, directory):
+                for level in (root, root / _PARENT):
                     (level / "cgroup.subtree_control").write_text("+memory +pids +cpu")
 
     def close_run(self) -> None:
-        """Remove the run's directories (they are empty when every sandbox is destroyed)."""
+        """Remove what the run's sandboxes left (nothing when every one was destroyed)."""
         for root in self.roots:
-            remove_tree(root / _PARENT / self.run)
+            for left in (root / _PARENT).glob(f"{self.run}.*"):
+                remove_tree(left)
 
     def reap(self) -> int:
-        """Remove what dead runs left here; returns how many run directories went."""
+        """Remove what dead runs left here; returns how many directories went."""
         removed = 0
         for root in self.roots:
             parent = root / _PARENT
@@ -134,9 +137,9 @@ def run_name(run_id: str) -> str:
 
 
 def owner_alive(name: str) -> bool:
-    """Say whether the process that made a run directory still lives (pid and start time agree)."""
+    """Say whether the process that made a run or sandbox name still lives (pid and start time agree)."""
     parts = name.split(".")
-    if len(parts) != 4 or not parts[1].isdigit():
+    if len(parts) not in (4, 5) or not parts[1].isdigit():
         return True  # not ours: leave it alone
     return _start_time(int(parts[1])) == parts[2]
 

@@ -16,7 +16,6 @@ import contextlib
 import itertools
 import os
 import socket
-import struct
 import tarfile
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +28,7 @@ from skyrl_jax.core.errors import HostError, ImageError, InfraError, SandboxGone
 from skyrl_jax.core.protocols import ExecResult, SandboxSpec
 from skyrl_jax.sandbox.cgroup import OomCounter, owner_alive, run_name
 from skyrl_jax.sandbox.channel import BASE_ENV, SupervisorChannel
+from skyrl_jax.sandbox.docker_stream import AttachedStream
 from skyrl_jax.sandbox.native_build import NativePrograms, build_native
 
 T = TypeVar("T")
@@ -109,9 +109,8 @@ class DockerProvider:
 
         Args:
             function: the call.
-            args: its arguments.
-            late: takes a result that nobody waits for any more (deadline, cancellation); it runs
-                in the call's thread, so the end of the event loop does not stop it.
+            *args: its arguments.
+            late: takes a result that nobody waits for any more, in the call's own thread.
 
         Raises:
             ImageError, InfraError: what the daemon or the client said.
@@ -237,10 +236,9 @@ class DockerProvider:
 
     def drop(self, prepared: tuple[str, socket.socket]) -> None:
         """Remove a container that was prepared too late for its sandbox."""
-        container, channel = prepared
-        channel.close()
-        with contextlib.suppress(Exception):  # nobody is left to tell; the next run reaps
-            self.remove(container)
+        prepared[1].close()
+        with contextlib.suppress(Exception):  # nobody to tell; the next run reaps
+            self.remove(prepared[0])
 
     def start(self, container: str) -> None:
         """Start a prepared container."""
@@ -284,33 +282,6 @@ def _boot_id() -> str:
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
 
 
-class _Attached(asyncio.Protocol):
-    """Takes docker's 8-byte stream headers off and hands stdout to the supervisor's channel."""
-
-    def __init__(self, channel: SupervisorChannel) -> None:
-        self._channel = channel
-        self._buffer = bytearray()
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._channel.connection_made(transport)
-
-    def data_received(self, data: bytes) -> None:
-        self._buffer += data
-        while len(self._buffer) >= 8:
-            stream, length = struct.unpack_from(">BxxxI", self._buffer)
-            if len(self._buffer) < 8 + length:
-                return
-            chunk = bytes(self._buffer[8 : 8 + length])
-            del self._buffer[: 8 + length]
-            if stream == 1:
-                self._channel.data_received(chunk)
-            else:
-                self._channel.last_words += chunk.decode("utf-8", "replace")
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._channel.connection_lost(exc)
-
-
 class DockerSandbox:
     """One container. Made by ``DockerProvider.create``."""
 
@@ -340,7 +311,7 @@ class DockerSandbox:
         self._channel = channel = SupervisorChannel()
         loop = asyncio.get_running_loop()
         async with asyncio.timeout(10.0):
-            await loop.create_connection(lambda: _Attached(channel), sock=raw)
+            await loop.create_connection(lambda: AttachedStream(channel), sock=raw)
         await self._provider.call(self._provider.start, self._container)
         try:
             async with asyncio.timeout(30.0):
@@ -373,8 +344,7 @@ class DockerSandbox:
             await self._provider.call(self._provider.ping)
         except HostError as error:
             return error
-        # Commands cannot signal PID 1: only memory tells the agent's doing from the host's (a
-        # removed container, a daemon that started again).
+        # commands cannot signal PID 1: only memory tells the agent's doing from the host's
         return SandboxGone("the container ended", certain=self._oom.rose())
 
     async def exec(

@@ -155,10 +155,12 @@ async def _open_suite(
         say(f"tasks: {sum(map(len, pinned.values()))}, as the run began")
         return suite
     checked = await suite.validate(provider, concurrency=config.rollout.grade_concurrency)
-    kept = {name: suite.tasks(name) for name in splits}
     write_json(
         workdir / "tasks.json",
-        {n: {t.task_id: row_digest(task_row(t)) for t in tasks} for n, tasks in kept.items()},
+        {  # lists, since their order decides which tasks a step draws
+            name: [[task.task_id, row_digest(task_row(task))] for task in suite.tasks(name)]
+            for name in splits
+        },
     )
     say(
         f"tasks: {checked.valid} valid ({checked.cached} known from before), "
@@ -168,26 +170,26 @@ async def _open_suite(
 
 
 def pinned_rows(
-    splits: Mapping[str, Sequence[SweRow]], pinned: Mapping[str, Mapping[str, str]]
+    splits: Mapping[str, Sequence[SweRow]], pinned: Mapping[str, Sequence[Sequence[str]]]
 ) -> dict[str, list[SweRow]]:
-    """Return the rows that a run began with.
+    """Return the rows that a run began with, in their order.
 
     Args:
         splits: the rows that the configuration makes now.
-        pinned: {split: {task id: digest}} of the run.
+        pinned: {split: [[task id, digest], ...]} of the run.
 
     Raises:
         DataError: a row or the program that judges it is not what it was.
     """
     rows = {row.instance_id: row for split in splits.values() for row in split}
-    for name, digests in pinned.items():
-        for task_id, digest in digests.items():
+    for name, entries in pinned.items():
+        for task_id, digest in entries:
             if task_id not in rows or row_digest(rows[task_id]) != digest:
                 raise DataError(
                     f"task {task_id} of split {name} is not what the run began with: the code that "
                     "makes or judges tasks has changed; start a new --workdir"
                 )
-    return {name: [rows[task_id] for task_id in digests] for name, digests in pinned.items()}
+    return {name: [rows[task_id] for task_id, _ in entries] for name, entries in pinned.items()}
 
 
 def _open_tokenizer(config: RunConfig, workdir: Path, cache: Path, suite: SweSuite) -> Tokenizer:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from skyrl_jax.batching.sequences import make_rows
 from skyrl_jax.core.errors import DataError
+from skyrl_jax.core.types import LOGPROB_CEILING
 from tests.batching.make import episode, turn
 
 
@@ -126,7 +127,7 @@ def test_an_empty_answer_makes_no_row_and_abandons_nobody() -> None:
     assert out == [([1, 2, 3], [0, 0, 1])] and made.abandoned_tokens == 0
 
 
-@pytest.mark.parametrize("bad", [-9999.0, math.nan, -math.inf, 0.5, None])
+@pytest.mark.parametrize("bad", [-9999.0, -1000.0, math.nan, -math.inf, 2e-6, 0.5, None])
 def test_log_probs_that_cannot_be_are_refused(bad) -> None:
     """Faults C11, C12: at the boundary, with the turn and the token in the message."""
     with pytest.raises(DataError, match=r"t/0 turn 1: log-prob of token 1 is"):
@@ -139,8 +140,14 @@ def test_fewer_log_probs_than_tokens_never_become_a_completion() -> None:
 
 
 def test_a_rounding_error_above_zero_becomes_zero() -> None:
-    _, made = rows(turn([1], [5], [1e-7]))
-    assert made.sequences[0].behavior_logprobs.tolist() == [0.0, 0.0]
+    for value in (1e-7, LOGPROB_CEILING):
+        _, made = rows(turn([1], [5], [value]))
+        assert made.sequences[0].behavior_logprobs.tolist() == [0.0, 0.0]
+
+
+def test_an_unlikely_token_is_trained() -> None:
+    _, made = rows(turn([1], [5], [-999.0]))
+    assert made.sequences[0].behavior_logprobs.tolist() == [0.0, -999.0]
 
 
 def test_negative_ids_and_empty_prompts_are_refused() -> None:

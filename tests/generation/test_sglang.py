@@ -7,7 +7,7 @@ import pytest
 from aiohttp import web
 
 from skyrl_jax.core.errors import GenerationError
-from skyrl_jax.core.types import SamplingParams
+from skyrl_jax.core.types import LOGPROB_CEILING, SamplingParams
 from skyrl_jax.generation import contract
 from skyrl_jax.generation.sglang import SGLangGenerator
 
@@ -40,11 +40,19 @@ def test_a_good_answer():
     assert done.weight_versions == (3, 3, 3)
 
 
-@pytest.mark.parametrize("bad", [-9999.0, 0.5, float("nan"), float("-inf"), None, True, "x"])
+@pytest.mark.parametrize(
+    "bad", [-9999.0, -1000.0, 2e-6, 0.5, float("nan"), float("-inf"), None, True, "x"]
+)
 def test_an_impossible_logprob_is_refused(bad):
-    with pytest.raises(GenerationError, match="finite and <= 0") as caught:
+    with pytest.raises(GenerationError, match="finite, <= 0, > -1000") as caught:
         parse(answer(logprobs=(-0.1, bad, -0.3)))
     assert caught.value.cause == "engine_contract"
+
+
+def test_the_bounds_are_those_of_training():
+    """Whatever a server's answer may hold can be trained, and nothing else (batching agrees)."""
+    edge = (LOGPROB_CEILING, -999.9, -0.3)
+    assert parse(answer(logprobs=edge)).logprobs == edge
 
 
 def test_fewer_logprobs_than_ids_are_refused():

@@ -12,7 +12,7 @@ from skyrl_jax.core.config import LearnerConfig, MeshConfig, ModelConfig, Object
 from skyrl_jax.core.types import Batch
 from skyrl_jax.learner import state as state_lib
 from skyrl_jax.learner.step import make_logprob_step, make_train_step
-from skyrl_jax.models.sharding import make_mesh
+from skyrl_jax.models.sharding import make_mesh, row_sharding
 
 assert jax.device_count() == 8
 model = ModelConfig(family="qwen3", vocab_size=48, hidden_size=16, num_layers=2, num_heads=4,
@@ -40,7 +40,9 @@ batch = Batch(
 
 def run(mesh):
     state = state_lib.init_state(model, learner, jax.random.key(0), mesh)
-    given = batch if mesh is None else state_lib.shard_batch(mesh, batch)
+    given = batch
+    if mesh is not None:
+        given = jax.tree.map(lambda x: jax.device_put(x, row_sharding(mesh, x.shape)), batch)
     scored = make_logprob_step(model, learner, mesh)(state.params, given)
     where = jax.tree.map(lambda x: str(x.sharding.spec) if mesh else "", state.params)
     state, metrics = make_train_step(model, learner, objective, mesh)(state, given)

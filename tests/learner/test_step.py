@@ -62,15 +62,12 @@ def test_padding_rows_are_free_and_share_the_program(
 ):
     state = state_lib.init_state(model_cfg, learner_cfg, jax.random.key(1))
     step = train_step(model_cfg, learner_cfg, objective)
-    few = state_lib.pad_rows(pack(sequences, [[0]], 24), 4)
-    many = state_lib.pad_rows(pack(sequences, PACKED[:3], 24), 4)
-    assert few.temperature.min() > 0
+    few = pack(sequences, [[0], [], [], []], 24)
+    many = pack(sequences, PACKED, 24)
     state, _ = step(state, few)
     programs = step._cache_size()
     state, _ = step(state, many)
     assert step._cache_size() == programs
-    with pytest.raises(ValueError, match="4 rows, more than the fixed shape of 3"):
-        state_lib.pad_rows(many, 3)
 
 
 def test_logprobs_are_those_of_the_previous_hidden_state(model_cfg, learner_cfg, sequences, pack):

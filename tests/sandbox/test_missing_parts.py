@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import os
+import socket
 import time
 import warnings
 from collections.abc import AsyncIterator
@@ -15,6 +16,7 @@ import pytest
 
 from skyrl_jax.core.config import SandboxConfig
 from skyrl_jax.core.errors import ConfigError, DataError, ImageError, InfraError
+from skyrl_jax.core.protocols import SandboxSpec
 from skyrl_jax.sandbox import images, native_build, wire
 from skyrl_jax.sandbox.bwrap import BwrapProvider
 from skyrl_jax.sandbox.docker import DockerProvider
@@ -201,3 +203,34 @@ def test_requests_refuse_what_a_c_string_cannot_hold() -> None:
     with pytest.raises(DataError, match="ends early"):
         wire.records_to_tar(b"F\0\0")
     assert wire.safe_name("./a/./b") == "a/b" and wire.safe_name(".") == ""
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_container_that_comes_too_late_is_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cancelled: bool
+) -> None:
+    provider = DockerProvider(run_id="r", cache_dir=tmp_path, call_timeout_s=-0.8)
+    ours, theirs = socket.socketpair()
+    removed: list[str] = []
+
+    def prepare(spec: SandboxSpec) -> tuple[str, socket.socket]:
+        time.sleep(0.5)
+        return "late", ours
+
+    monkeypatch.setattr(provider, "prepare", prepare)
+    monkeypatch.setattr(provider, "remove", removed.append)
+
+    async def run() -> None:
+        spec = SandboxSpec(image="i", best_effort=True)
+        making = asyncio.ensure_future(provider.create(spec))
+        await asyncio.sleep(0.05)
+        if cancelled:
+            making.cancel()
+        with pytest.raises(asyncio.CancelledError if cancelled else InfraError):
+            await making
+        assert provider.live == 0 and removed == []
+
+    asyncio.run(run())
+    provider._threads.shutdown(wait=True)  # the loop is gone already
+    assert removed == ["late"] and ours.fileno() == -1
+    theirs.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import subprocess
@@ -14,8 +15,19 @@ from pathlib import Path
 import pytest
 
 from skyrl_jax.core.errors import InfraError, SandboxGone
+from skyrl_jax.sandbox import bwrap as bwrap_backend
+from skyrl_jax.sandbox import wire
 from skyrl_jax.sandbox.bwrap import BwrapProvider
-from skyrl_jax.sandbox.cgroup import CgroupTree, find_cgroups, oom_kills, owner_alive, run_name
+from skyrl_jax.sandbox.cgroup import (
+    CgroupTree,
+    OomCounter,
+    find_cgroups,
+    oom_kills,
+    open_cgroups,
+    owner_alive,
+    run_name,
+)
+from skyrl_jax.sandbox.docker import DockerProvider, DockerSandbox
 from tests.sandbox.conftest import CACHE, Backend
 from tests.sandbox.dockerd import REPO
 from tests.sandbox.test_contract import sleepers
@@ -94,7 +106,7 @@ def test_nothing_is_left_when_the_whole_process_group_is_killed(
 
 def test_a_supervisor_that_does_not_answer_is_ended_too(bwrap: Backend, owners: Owners) -> None:
     owner = start_owner(bwrap, "", owners)
-    for run in (CGROUPS / "pids" / "skyrl").glob(f"owner.{owner.pid}.*/*/cgroup.procs"):
+    for run in (CGROUPS / "pids" / "skyrl").glob(f"owner.{owner.pid}.*/cgroup.procs"):
         for pid in run.read_text().split():
             if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"/.skyrl/supervisor"):
                 os.kill(int(pid), signal.SIGSTOP)
@@ -136,11 +148,12 @@ def test_a_killed_launcher_takes_its_sandbox_along_and_the_next_run_reaps(
 
 def test_the_reaper_takes_dead_runs_only(tmp_path: Path) -> None:
     alive = run_name("r")
-    for name in (alive, "r.4194304.1.abc", "something-else"):
-        (tmp_path / "skyrl" / name / "7").mkdir(parents=True)
+    ours = f"{alive}.7"
+    for name in (ours, "r.4194304.1.abc.7", "something-else"):
+        (tmp_path / "skyrl" / name / "inner").mkdir(parents=True)
     tree = CgroupTree(roots=(tmp_path,), version=1, run=alive)
     assert tree.reap() == 1
-    assert {path.name for path in (tmp_path / "skyrl").iterdir()} == {alive, "something-else"}
+    assert {path.name for path in (tmp_path / "skyrl").iterdir()} == {ours, "something-else"}
     tree.close_run()
     assert [path.name for path in (tmp_path / "skyrl").iterdir()] == ["something-else"]
 
@@ -164,7 +177,7 @@ def test_cgroup_files_of_both_versions(tmp_path: Path, bwrap: Backend) -> None:
     plan = tree.plan("3", spec)
     run = tree.run
     assert plan.directories == tuple(
-        f"{tmp_path}/{c}/skyrl/{run}/3" for c in ("memory", "pids", "cpu")
+        f"{tmp_path}/{c}/skyrl/{run}.3" for c in ("memory", "pids", "cpu")
     )
     values = {write.rsplit("/", 1)[1] for write in plan.writes}
     assert values == {"memory.limit_in_bytes=2097152", "pids.max=7", "cpu.cfs_quota_us=50000"}
@@ -172,7 +185,7 @@ def test_cgroup_files_of_both_versions(tmp_path: Path, bwrap: Backend) -> None:
     tree = find_cgroups("r", tmp_path)
     assert tree is not None and tree.version == 2
     plan = tree.plan("3", spec)
-    assert plan.directories == (f"{tmp_path}/skyrl/{tree.run}/3",)
+    assert plan.directories == (f"{tmp_path}/skyrl/{tree.run}.3",)
     values = {write.rsplit("/", 1)[1] for write in plan.writes}
     assert values == {"memory.max=2097152", "pids.max=7", "cpu.max=50000 100000"}
     (tmp_path / "cgroup.controllers").write_text("cpuset io\n")
@@ -190,16 +203,150 @@ def test_who_is_to_blame_for_a_sandbox_that_ends(bwrap: Backend) -> None:
                 box = await provider.create(bwrap.spec())
                 running = asyncio.ensure_future(box.exec("sleep 30"))
                 await asyncio.sleep(0.2)
-                (members,) = (CGROUPS / "pids" / "skyrl" / provider._cgroups.run).glob("*/")
+                (members,) = (CGROUPS / "pids" / "skyrl").glob(f"{provider._cgroups.run}.*/")
                 pids = [int(pid) for pid in (members / "cgroup.procs").read_text().split()]
                 lines = {pid: Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids}
                 supervisor = next(p for p in pids if lines[p].startswith(b"/.skyrl/supervisor"))
                 os.kill(supervisor if victim == "supervisor" else box._pid, signal.SIGKILL)
-                with pytest.raises(blame):
+                with pytest.raises(blame) as caught:
                     await running
+                assert getattr(caught.value, "certain", True)
                 with pytest.raises(blame):
                     await box.exec("true")
                 await box.destroy()
                 assert not members.exists()
+
+    asyncio.run(run())
+
+
+def test_a_sandbox_that_ends_without_a_word_is_not_surely_the_agents_doing(
+    bwrap: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launcher gives no exit code: only the own OOM counter may say that it was the agent."""
+    monkeypatch.setattr(bwrap_backend, "_VERDICT_TIMEOUT_S", 0.2)
+
+    async def run() -> None:
+        async with bwrap.make() as provider:
+            for killed in (False, True):
+                box = await provider.create(bwrap.spec())
+                monkeypatch.setattr(box, "_reap", lambda: False)
+                if killed:
+                    monkeypatch.setattr(box._oom, "rose", lambda: True)
+                box._channel.write_eof()
+                await box._channel.closed
+                with pytest.raises(SandboxGone) as caught:
+                    await box.exec("true")
+                assert caught.value.certain is killed
+                monkeypatch.undo()
+                await box.destroy()
+
+    asyncio.run(run())
+
+
+def test_a_container_that_ends_while_the_daemon_lives_is_not_surely_the_agents_doing(
+    tmp_path: Path, bwrap: Backend
+) -> None:
+    """Somebody may have removed it; an OOM kill in its own cgroup is the agent's doing."""
+    counter = tmp_path / "memory.events"
+
+    async def run() -> None:
+        provider = DockerProvider(run_id="r", cache_dir=tmp_path)
+        provider._client = type("Client", (), {"ping": lambda self: True})()
+        for kills in (0, 1):
+            counter.write_text("oom_kill 0\n")
+            box = DockerSandbox(provider, bwrap.spec(), lambda _: None)
+            box._oom = OomCounter((str(counter),))
+            counter.write_text(f"oom_kill {kills}\n")
+            found = await box._end_cause()
+            assert isinstance(found, SandboxGone) and found.certain is (kills == 1)
+            box._oom.close()
+
+    asyncio.run(run())
+
+
+def test_a_removed_container_is_not_surely_the_agents_doing(docker: Backend, daemon: str) -> None:
+    async def run() -> None:
+        async with docker.make() as provider:
+            box = await provider.create(docker.spec())
+            running = asyncio.ensure_future(box.exec("sleep 30"))
+            await asyncio.sleep(0.2)
+            argv = ["docker", "-H", daemon, "rm", "-f", box._container]
+            await asyncio.to_thread(subprocess.run, argv, capture_output=True, timeout=60)
+            with pytest.raises(SandboxGone) as caught:
+                await running
+            assert not caught.value.certain
+            await box.destroy()
+
+    asyncio.run(run())
+
+
+def test_cgroups_that_refuse_are_no_cgroups(
+    tmp_path: Path, bwrap: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """v2 with processes beside the run's directory: EBUSY; the limits are best effort then."""
+    (tmp_path / "cgroup.controllers").write_text("cpu memory pids\n")
+    write = Path.write_text
+
+    def busy(path: Path, text: str) -> int:
+        if path.name == "cgroup.subtree_control":
+            raise OSError(16, "Device or resource busy", str(path))
+        return write(path, text)
+
+    monkeypatch.setattr(Path, "write_text", busy)
+    tree, why = open_cgroups("r", tmp_path)
+    assert tree is None and why.endswith("cgroup.subtree_control: Device or resource busy")
+    assert list((tmp_path / "skyrl").iterdir()) == []
+
+    monkeypatch.setattr(bwrap_backend, "open_cgroups", lambda run_id: (tree, why))
+
+    async def run() -> None:
+        async with bwrap.make() as provider:
+            with pytest.raises(InfraError, match="resource busy"):
+                await provider.create(bwrap.spec())
+            with pytest.warns(UserWarning, match="resource busy"):
+                box = await provider.create(bwrap.spec(best_effort=True, memory_mb=1024))
+            assert (await box.exec("echo hi")).output == "hi\n"
+            await box.destroy()
+
+    asyncio.run(run())
+
+
+def test_a_sandbox_that_does_not_end_does_not_keep_the_others(
+    bwrap: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        provider = bwrap.make()
+        with pytest.raises(InfraError, match="will not end"):
+            async with provider:
+                bad, good = [await provider.create(bwrap.spec()) for _ in range(2)]
+                end, slow = bad.destroy, good._destroy
+
+                async def refuse() -> None:
+                    await end()
+                    raise InfraError("it will not end")
+
+                async def later() -> None:
+                    await asyncio.sleep(0.3)
+                    await slow()
+
+                monkeypatch.setattr(bad, "destroy", refuse)
+                monkeypatch.setattr(good, "_destroy", later)
+        assert provider.live == 0
+        assert not list(CGROUPS.glob(f"*/skyrl/{provider._cgroups.run}*"))
+
+    asyncio.run(run())
+
+
+def test_processes_that_cannot_be_killed_are_the_hosts_fault(
+    bwrap: Backend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def run() -> None:
+        async with bwrap.box() as box:
+            parse = wire.parse_reply
+            stuck = lambda data: dataclasses.replace(parse(data), flags=wire.STUCK)  # noqa: E731
+            monkeypatch.setattr(wire, "parse_reply", stuck)
+            with pytest.raises(InfraError, match="could not be killed") as caught:
+                await box.exec("true")
+            assert caught.value.cause == "stuck"
 
     asyncio.run(run())

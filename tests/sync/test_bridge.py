@@ -10,15 +10,17 @@ import time
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from skyrl_jax.core.errors import GenerationError, WeightsError
 from skyrl_jax.core.types import SamplingParams
 from skyrl_jax.generation.sglang import SGLangGenerator
+from skyrl_jax.learner.export import bit_sum
 from skyrl_jax.models import decoder, hf
-from skyrl_jax.sync.bridge import Bridge
-from skyrl_jax.sync.publish import Publisher, bit_sum
+from skyrl_jax.sync.bridge import Bridge, host_bit_sum
+from skyrl_jax.sync.publish import Publisher
 from skyrl_jax.weights.store import FolderStore
 from tests.engine import tiny
 from tests.serve import running
@@ -100,19 +102,54 @@ def test_params_survive_bit_for_bit(tmp_path, weights):
     jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), b), weights[0], back)
     manifest = store.manifest(version)
     leaf = np.asarray(weights[0]["layers"]["q"])
-    assert manifest["leaves"]["layers/q"] == {
+    assert manifest["leaves"]["layers.q"] == {
         "shape": list(leaf.shape),
         "dtype": "float32",
-        "bit_sum": bit_sum(leaf),
+        "bit_sum": host_bit_sum(leaf),
     }
     assert len(manifest["probe"]["logprobs"]) == len(PROBE) - 1
 
 
 def test_bit_sum_by_hand():
     # bits of 1.0 are 0x3f800000; four of them are 0xfe000000, eight wrap to 0xfc000000
-    assert bit_sum(np.ones(1, np.float32)) == 0x3F800000
-    assert bit_sum(np.ones(4, np.float32)) == 0xFE000000
-    assert bit_sum(np.ones(8, np.float32)) == 0xFC000000
+    assert host_bit_sum(np.ones(1, np.float32)) == 0x3F800000
+    assert host_bit_sum(np.ones(4, np.float32)) == 0xFE000000
+    assert host_bit_sum(np.ones(8, np.float32)) == 0xFC000000
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.int32])
+def test_host_and_device_sums_agree_and_notice_one_bit(dtype):
+    x = np.random.default_rng(0).normal(size=(3, 50)).astype(dtype)
+    assert host_bit_sum(x) == int(bit_sum(jnp.asarray(x)))
+    flipped = x.copy()
+    flipped.view(np.uint8).reshape(-1)[17] ^= 1
+    assert host_bit_sum(flipped) != host_bit_sum(x)
+
+
+def test_an_update_past_its_deadline_is_the_engines_failure(tmp_path, weights):
+    store = FolderStore(tmp_path / "w")
+    with Publisher(tiny.CFG, store) as publisher:
+        version = publisher.publish(weights[0], 1, PROBE)
+
+    class Stuck:
+        base_url = "http://stuck"
+        gate_is_open = True
+
+        def close_gate(self):
+            self.gate_is_open = False
+
+        async def pause(self):
+            await asyncio.sleep(60)
+
+    async def inside():
+        server = Stuck()
+        async with Bridge(store, [server], tmp_path / "hf", deadline_s=3.0) as bridge:
+            with pytest.raises(GenerationError, match="version 1 was not .* within 3 s") as caught:
+                await bridge.update(version)
+            assert caught.value.cause == "engine_update"
+            assert not server.gate_is_open and bridge.acknowledged is None
+
+    asyncio.run(inside())
 
 
 def test_bfloat16_is_cast_on_device(tmp_path, weights):
@@ -160,8 +197,8 @@ def test_params_that_are_not_what_was_published_stop_before_the_server(
     async def action(store, publisher, client, bridge):
         await bridge.update(publisher.publish(weights[0], 1, PROBE))
         bad = publisher.publish(weights[1], 2, PROBE)
-        edit_manifest(bad, lambda m: m["leaves"]["layers/q"].__setitem__(field, 5))
-        with pytest.raises(WeightsError, match="leaf layers/q is"):
+        edit_manifest(bad, lambda m: m["leaves"]["layers.q"].__setitem__(field, 5))
+        with pytest.raises(WeightsError, match="leaf layers.q is"):
             await bridge.update(bad)
         assert client.gate_is_open, "nothing happened to the server"
         assert (await client.model_info())["weight_version"] == "1"

@@ -10,15 +10,16 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_jax.core.errors import ConfigError, DataError
+from launchers import evaluate
+from skyrl_jax.core.errors import ConfigError, DataError, InfraError, SandboxGone
 from skyrl_jax.sandbox.bwrap import prepare_layer
 from skyrl_jax.sandbox.fake import FakeProvider
 from skyrl_jax.sandbox.images import base_image
 from skyrl_jax.tasks.swe.diffs import new_file_diff
 from skyrl_jax.tasks.swe.harness import Harness, harness_grading
 from skyrl_jax.tasks.swe.rows_suite import rows_suite, select_rows
-from skyrl_jax.tasks.swe.suite import task_row
-from skyrl_jax.tasks.swe.trees import load_recipes, unpack
+from skyrl_jax.tasks.swe.suite import HARNESS_TIMEOUT_S, SweSuite, task_row
+from skyrl_jax.tasks.swe.trees import Tree, load_recipes, unpack
 from skyrl_jax.train.evaluate_rows import evaluate_rows
 from tests.tasks.worlds import CACHE, SANDBOX, agent, bash, in_bwrap, make_suite
 
@@ -177,6 +178,58 @@ def test_a_row_without_a_tree_is_an_infra_failure_not_a_zero(sympy_file, tmp_pat
     assert (found["resolved"], found["total"], found["infra_failures"]) == (0, 1, 1)
     assert found["rows"][0]["score"] is None
     assert "pypi_trees.toml" in found["rows"][0]["why"]
+
+
+class _Broken:
+    """A world in which one step raises."""
+
+    def __init__(self, error=None):
+        self._error = error
+
+    async def reset(self):
+        if self._error is not None:
+            raise self._error
+
+    async def apply_patch(self, patch):
+        return False
+
+    async def close(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("world", "verdict"),
+    [
+        (_Broken(InfraError("x", cause="docker")), "infra:docker"),
+        (_Broken(SandboxGone("x")), "agent"),
+        (_Broken(), "no_apply"),
+    ],
+)
+def test_rows_that_end_early_say_that_they_are_approximate(
+    sympy_file, tmp_path, monkeypatch, world, verdict
+):
+    (row,) = select_rows(sympy_file, [SYMPY])
+    recipe = replace(load_recipes()[SYMPY], excluded={"a": "x", "b": "y"})
+    suite = SweSuite(
+        {"all": [row]},
+        agent=agent("full"),
+        sandbox=SANDBOX,
+        image="none",
+        cache=tmp_path,
+        trees={SYMPY: Tree(recipe=recipe, commit="c", layers=())},
+    )
+    monkeypatch.setattr(suite, "environment", lambda task, provider: world)
+    work = evaluate_rows(suite, suite.tasks("all"), FakeProvider(), agent="gold", concurrency=1)
+    (found,) = asyncio.run(work)["rows"]
+    assert (found["verdict"], found["approximate"], found["p2p_excluded"]) == (verdict, True, 2)
+    line = f"{SYMPY}: {verdict} (approximate tree, 2 PASS_TO_PASS tests excluded)"
+    assert evaluate._line(found) == line
+
+
+def test_sandboxes_of_real_rows_outlive_their_tests():
+    roomy = evaluate._roomy(replace(SANDBOX, lifetime_s=300.0))
+    assert roomy.lifetime_s == HARNESS_TIMEOUT_S + 120.0
+    assert evaluate._roomy(replace(SANDBOX, lifetime_s=9000.0)).lifetime_s == 9000.0
 
 
 def test_an_unknown_agent_is_refused(tmp_path):

@@ -9,7 +9,7 @@ import pytest
 from skyrl_jax.core.errors import InfraError, SandboxGone, SandboxTimeout
 from skyrl_jax.core.protocols import ExecResult
 from skyrl_jax.sandbox.fake import FakeProvider
-from skyrl_jax.tasks.swe import grading
+from skyrl_jax.tasks.swe import grading, reward
 from skyrl_jax.tasks.swe.diffs import change_diff, new_file_diff
 from skyrl_jax.tasks.swe.suite import hidden_files, task_row
 from tests.tasks.test_environment import play
@@ -241,6 +241,18 @@ def test_an_empty_diff_makes_no_sandbox(suite):
 def test_host_errors_are_never_a_reward(suite):
     with pytest.raises(InfraError):
         graded(raising(InfraError("daemon gone")), suite)
+
+
+def test_a_sandbox_that_is_long_in_coming_is_the_hosts_time(suite, monkeypatch):
+    class Slow(FakeProvider):
+        async def create(self, spec):
+            await asyncio.sleep(30)
+
+    monkeypatch.setattr(reward, "CREATE_TIMEOUT_S", 0.1)
+    task = suite.tasks("train")[0]
+    with pytest.raises(InfraError, match="no sandbox for grading within 0.1 s") as caught:
+        asyncio.run(suite.reward(task, task_row(task).patch, Slow()))
+    assert caught.value.cause == "create"
 
 
 def test_a_log_without_a_report_is_tampered(suite):

@@ -7,7 +7,7 @@ import pyarrow.parquet
 import pytest
 
 from skyrl_jax.core.errors import DataError
-from skyrl_jax.tasks.swe.rows import SweRow, load_rows, parse_row, save_rows
+from skyrl_jax.tasks.swe.rows import SweRow, load_rows, parse_row
 from skyrl_jax.tasks.swe.rows_suite import select_rows
 
 ROW = {
@@ -20,6 +20,10 @@ ROW = {
     "FAIL_TO_PASS": ["t::x"],
     "PASS_TO_PASS": [],
 }
+
+
+def write_rows(path, rows):
+    path.write_text("\n".join(map(json.dumps, rows)) + "\n")
 
 
 def test_list_and_string_encoded_test_names_are_the_same_row():
@@ -103,14 +107,14 @@ def test_a_bad_file_is_an_error_that_names_it(tmp_path, text):
 def test_absent_files_and_double_ids_are_errors(tmp_path):
     with pytest.raises(DataError, match="none"):
         load_rows(tmp_path / "none.json")
-    save_rows(tmp_path / "twice.jsonl", [parse_row(ROW), parse_row(ROW)])
+    write_rows(tmp_path / "twice.jsonl", [ROW, ROW])
     with pytest.raises(DataError, match="twice"):
         load_rows(tmp_path / "twice.jsonl")
 
 
 def test_selection_keeps_the_order_and_refuses_unknown_ids(tmp_path):
     other = {**ROW, "instance_id": "a__b-2"}
-    save_rows(tmp_path / "rows.jsonl", [parse_row(ROW), parse_row(other)])
+    write_rows(tmp_path / "rows.jsonl", [ROW, other])
     chosen = select_rows(tmp_path / "rows.jsonl", ["a__b-2", "a__b-1"])
     assert [row.instance_id for row in chosen] == ["a__b-2", "a__b-1"]
     with pytest.raises(DataError, match="a__b-9"):

@@ -40,7 +40,6 @@
 #define MAX_ITEMS 64
 #define CLEAN_DEADLINE_MS 8000
 #define GRACE_MS 300
-#define OWNER_MS 3000
 
 static const char *stage = "/tmp", *size_bytes = "0";
 static const char *lowers[MAX_ITEMS], *cgroups[MAX_ITEMS], *writes[MAX_ITEMS];
@@ -48,14 +47,14 @@ static int num_lowers, num_cgroups, num_writes, owner_pid, log_fd;
 static pid_t launcher_pid;
 static long map_base = -1, lifetime_ms = -1;
 
-static int remove_cgroups(int owner_gone);
+static int remove_cgroups(void);
 static void send_last_words(int status);
 
 static void die(const char *what, const char *name) {
     dprintf(2, "sandbox launcher: %s %s: %s\n", what, name, strerror(errno));
     if (getpid() == launcher_pid) {
         send_last_words(5);
-        remove_cgroups(0);
+        remove_cgroups();
     }
     _exit(5);
 }
@@ -199,14 +198,6 @@ static int wait_for_end(int owner, int sandbox) {
     return 3;
 }
 
-/* A dying owner closes its descriptors a moment before its pidfd tells: where the channel is closed
- * for good (a living owner only shuts its half down), wait for that moment. */
-static int owner_is_gone(int owner) {
-    struct pollfd channel = {0, 0, 0}, gone = {owner, POLLIN, 0};
-    poll(&channel, 1, 0);
-    return owner >= 0 && poll(&gone, 1, channel.revents & POLLHUP ? OWNER_MS : 0) == 1;
-}
-
 static void kill_members(const char *cgroup) {
     char path[4096], list[4096];
     snprintf(path, sizeof path, "%s/cgroup.procs", cgroup);
@@ -221,7 +212,7 @@ static void kill_members(const char *cgroup) {
     }
 }
 
-static int remove_cgroups(int owner_gone) {
+static int remove_cgroups(void) {
     int left_ms = CLEAN_DEADLINE_MS;
     for (int i = 0; i < num_cgroups; i++) {
         int pause_us = 200;
@@ -231,13 +222,6 @@ static int remove_cgroups(int owner_gone) {
             usleep(pause_us);
             left_ms -= pause_us / 1000;
             if (pause_us < 20000) pause_us *= 2;
-        }
-        char path[4096];
-        snprintf(path, sizeof path, "%s", cgroups[i]);
-        char *slash = strrchr(path, '/');
-        if (owner_gone && slash) { /* the run's own directory: the last sandbox removes it */
-            *slash = 0;
-            rmdir(path);
         }
     }
     return 0;
@@ -296,6 +280,6 @@ int main(int argc, char **argv) {
     if (code != 3) kill(pid, SIGKILL);
     waitpid(pid, &status, 0);
     if (code == 3) send_last_words(status);
-    if (remove_cgroups(owner_is_gone(owner))) code = 6;
+    if (remove_cgroups()) code = 6;
     return code;
 }
