@@ -204,7 +204,8 @@ def sample(
     # a plain argmax is a slow reduction on CPU
     best = jnp.min(jnp.where(scaled == top, jnp.arange(vocab), vocab - 1), axis=-1)
     token = jnp.where(greedy, best, drawn).astype(jnp.int32)
-    return token, _pick(scaled, token) - top[:, 0] - jnp.log(total)
+    # rounding can leave a sure token a few ulp of its logit above log(1)
+    return token, jnp.minimum(_pick(scaled, token) - top[:, 0] - jnp.log(total), 0.0)
 
 
 def _decode_one(

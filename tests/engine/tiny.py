@@ -30,7 +30,7 @@ SHAPE = EngineShape(
 def params(seed=0, cfg=CFG):
     """Weights large enough that the policy is far from uniform."""
     made = decoder.init_params(cfg, jax.random.key(seed))
-    made["embed"]["embedding"] = made["embed"]["embedding"] * 8.0
+    made["embed"]["embedding"] = made["embed"]["embedding"] * 2.0
     return made
 
 

@@ -12,7 +12,9 @@ from tests.tasks.worlds import in_bwrap, make_suite, rows
 
 
 def test_valid_tasks_are_checked_once_and_remembered(tmp_path):
-    splits = synthetic_splits(TasksConfig(source="synthetic", train=4, heldout=2, unseen=2, seed=9))
+    splits = synthetic_splits(
+        TasksConfig(source="synthetic", train=4, heldout=2, unseen=2, templates=0, seed=9)
+    )
     suite = make_suite(tmp_path, **splits)
     first = in_bwrap(lambda p: suite.validate(p))
     assert first == Validation(valid=8, invalid={}, cached=0)

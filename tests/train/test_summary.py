@@ -1,0 +1,83 @@
+"""The summary's numbers, worked by hand on a suite of four tasks."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from configs.swe import get_config
+from skyrl_jax.core.config import parse_config
+from skyrl_jax.core.types import Task
+from skyrl_jax.train.evaluate import EvalPlan, Evaluation, _path, drop, stored
+from skyrl_jax.train.state import HostState
+from skyrl_jax.train.summary import summarize
+from skyrl_jax.train.workdir import write_json
+
+PLAN = EvalPlan(name="sampled", split="heldout", samples=2, temperature=1.0)
+
+
+class Suite:
+    """Two training tasks and four held-out ones; held-out h2 and h3 are renamed training code."""
+
+    def tasks(self, split: str) -> tuple[Task, ...]:
+        """Return a split."""
+        bodies = {"train": ["x + 1", "x + 2"], "heldout": ["x + 3", "x + 4", "y + 1", "z + 2"]}
+        return tuple(
+            Task(
+                task_id=f"{split[0]}{i}",
+                prompt="",
+                payload={
+                    "function": f"def f({body[0]}):\n    return {body}\n",
+                    "sft": i % 2 == 0,
+                },
+            )
+            for i, body in enumerate(bodies[split])
+        )
+
+
+def _evaluation(**scores: list[float]) -> Evaluation:
+    return Evaluation(name="sampled", scores=scores, failed=0)
+
+
+def test_rates_gains_and_parts_of_the_held_out_tasks():
+    before = _evaluation(h0=[0, 0], h1=[1, 0], h2=[0, 0], h3=[0, 0])
+    after = _evaluation(h0=[1, 0], h1=[1, 1], h2=[1, 1], h3=[0, 0])
+    config = parse_config(get_config("quickstart").to_dict())
+    found = summarize(
+        config,
+        HostState(step=7, failed=1, mismatch_max=2e-7),
+        Suite(),
+        {"sampled": before},
+        {"sampled": after},
+        wall_s=60.0,
+    )
+    assert (found["episodes"], found["tasks"], found["steps"]) == (8, 4, 7)
+    assert found["resolved_before"] == 1 / 8
+    assert found["resolved_after"] == 5 / 8
+    assert found["gain"] == 4 / 8
+    assert found["gain_low"] < 4 / 8 < found["gain_high"]
+    assert found["resolved_sft_kinds_after"] == 3 / 4  # h0 and h2
+    assert found["resolved_new_kinds_after"] == 2 / 4  # h1 and h3
+    assert found["tasks_new_bodies"] == 2  # h0 and h1: no training body, whatever its names
+    assert found["resolved_new_bodies_after"] == 3 / 4
+    assert found["infra_failures"] == 1
+
+
+def test_a_task_measured_once_only_is_in_no_gain():
+    before = _evaluation(h0=[0, 0], h1=[1, 1])
+    after = _evaluation(h0=[1, 1])
+    config = parse_config(get_config("quickstart").to_dict())
+    found = summarize(
+        config, HostState(), Suite(), {"sampled": before}, {"sampled": after}, wall_s=1.0
+    )
+    assert (found["resolved_before"], found["resolved_after"]) == (0.0, 1.0)
+
+
+def test_a_stored_evaluation_belongs_to_its_step_and_its_plan(tmp_path):
+    made = _evaluation(h0=[1.0])
+    write_json(_path(tmp_path, 3, PLAN), asdict(made) | {"plan": asdict(PLAN)})
+    assert stored(tmp_path, 3, PLAN) == made
+    assert stored(tmp_path, 4, PLAN) is None
+    other = EvalPlan(name="sampled", split="heldout", samples=4, temperature=1.0)
+    assert stored(tmp_path, 3, other) is None
+    drop(tmp_path)
+    assert stored(tmp_path, 3, PLAN) is None
