@@ -37,6 +37,7 @@ EXTRAS = {
         "pytest-timeout>=2.3",  # a hanging test fails instead of hanging the run
         "pytest-xdist>=3.6",  # two workers on two cores
         "hypothesis>=6.100",  # property tests
+        "msgspec>=0.19",  # reads the request schema inside the sglang wheel
         "beartype>=0.20",  # checks the jaxtyping shapes while tests run
         "ruff>=0.9",  # format and lint
         "mypy>=1.14",  # types, strict where pyproject.toml says

@@ -137,7 +137,7 @@ def run_name(run_id: str) -> str:
 
 
 def owner_alive(name: str) -> bool:
-    """Say whether the process that made a run or sandbox name still lives (pid and start time agree)."""
+    """Say whether the process in a run or sandbox name still lives (pid and start time agree)."""
     parts = name.split(".")
     if len(parts) not in (4, 5) or not parts[1].isdigit():
         return True  # not ours: leave it alone
