@@ -45,7 +45,7 @@ def run_main(main: Callable[[list[str]], int | None]) -> None:
             return 2
         try:
             return main(argv)
-        except SkyrlError as error:
+        except (SkyrlError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
 

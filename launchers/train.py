@@ -34,8 +34,9 @@ def main(argv: list[str]) -> int:
     cache = Path(_CACHE.value).absolute()
     with Workdir(root, config, _ALLOW.value) as workdir:
         print(f"run folder: {workdir.root}", flush=True)
+        job = run(config, workdir.root, cache, setup_s=_setup_seconds(), opened=workdir.commit)
         try:
-            report = asyncio.run(run(config, workdir.root, cache, setup_s=_setup_seconds()))
+            report = asyncio.run(job)
         except (KeyboardInterrupt, asyncio.CancelledError):
             print(f"stopped; continue with --workdir={workdir.root}", file=sys.stderr, flush=True)
             return 130

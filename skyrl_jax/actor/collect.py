@@ -51,6 +51,25 @@ class Collected:
     details: tuple[str, ...] = ()  # texts of the first faults, for a person
 
 
+def healthy(collected: Collected) -> Collected:
+    """Return a collection that may be trained on or reported.
+
+    Raises:
+        HostError: more than half of its episodes FAILED: what is left measures the host side, not
+            the policy. The causes and the first reports are in the text.
+    """
+    total = sum(len(group.trajectories) for group in collected.groups)
+    failed = sum(collected.failures.values())
+    if 2 * failed > total:
+        counts = ", ".join(f"{name} {count}" for name, count in collected.failures.items())
+        raise HostError(
+            f"{failed} of {total} episodes failed by the host side ({counts}); "
+            + "; ".join(collected.details[:3]),
+            cause="failures",
+        )
+    return collected
+
+
 async def collect(
     tasks: Sequence[Task],
     samples: int,

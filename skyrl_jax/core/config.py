@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -284,8 +285,10 @@ def _value(kind: Any, value: Any, path: str) -> Any:
             raise ConfigError(f"config key {path!r} must be a list of strings, got {value!r}")
         return tuple(value)
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
+        value = float(value)
     wrong_bool = isinstance(value, bool) and kind is not bool
     if isinstance(kind, types.UnionType) or wrong_bool or not isinstance(value, kind):
         raise ConfigError(f"config key {path!r} must be {kind.__name__}, got {value!r}")
+    if kind is float and not math.isfinite(value):
+        raise ConfigError(f"config key {path!r} must be a finite number, got {value!r}")
     return value

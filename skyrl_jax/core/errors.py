@@ -12,6 +12,7 @@
     │   ├── ImageError         an image or root filesystem is missing or broken
     │   └── BreakerOpen        too many host failures in a row: the run stops, first cause kept
     ├── LedgerError            sampled tokens are not all accounted for: the run stops
+    ├── TrainingError          updates that cannot be: not one gradient of a step was finite
     └── AgentCausedError       blame: the agent's commands -> reward 0, inside the group
         ├── SandboxGone        PID 1 killed, supervisor killed, sandbox emptied from inside
         └── SandboxTimeout     a command or the grading ran past its limit
@@ -89,6 +90,10 @@ class BreakerOpen(HostError):
 
 class LedgerError(SkyrlError):
     """Sampled tokens differ from trained + dropped + pending; the message has the figures."""
+
+
+class TrainingError(SkyrlError):
+    """The learner cannot go on; the parameters are those of the step before."""
 
 
 class AgentCausedError(SkyrlError):

@@ -2,9 +2,102 @@
 
 from __future__ import annotations
 
-from skyrl_jax.core.config import RunConfig
+import re
+
+from skyrl_jax.core.config import RunConfig, flatten_config
 from skyrl_jax.core.errors import ConfigError
 
+_INF = float("inf")
+_TINY = 1e-12  # stands for "above 0"
+# Lowest and highest sensible value of every number; the tests ask that none is forgotten.
+RANGES: dict[str, tuple[float, float]] = {
+    "seed": (0, 2**31 - 1),
+    "model.vocab_size": (256, _INF),
+    "model.hidden_size": (1, _INF),
+    "model.num_layers": (1, _INF),
+    "model.num_heads": (1, _INF),
+    "model.num_kv_heads": (1, _INF),
+    "model.head_dim": (2, _INF),
+    "model.intermediate_size": (1, _INF),
+    "model.rope_theta": (1, _INF),
+    "model.rms_norm_eps": (_TINY, 1),
+    "model.max_position": (1, _INF),
+    "mesh.data": (-1, _INF),
+    "mesh.fsdp": (-1, _INF),
+    "mesh.tensor": (-1, _INF),
+    "mesh.context": (-1, _INF),
+    "learner.lr": (0, 1),
+    "learner.warmup_steps": (0, _INF),
+    "learner.weight_decay": (0, 1),
+    "learner.beta1": (0, 0.999999),
+    "learner.beta2": (0, 0.999999),
+    "learner.max_grad_norm": (0, _INF),  # 0 = no clip
+    "learner.row_length": (1, _INF),
+    "learner.micro_rows": (1, _INF),
+    "learner.updates_per_batch": (1, _INF),
+    "learner.epochs_per_batch": (1, _INF),
+    "learner.logprob_chunk": (1, _INF),
+    "objective.clip_low": (0, 1),
+    "objective.clip_high": (0, _INF),
+    "objective.dual_clip": (0, _INF),
+    "objective.kl_coef": (0, _INF),
+    "objective.entropy_coef": (0, _INF),
+    "objective.reduction_norm": (0, _INF),
+    "rollout.tasks_per_step": (1, _INF),
+    "rollout.samples_per_task": (2, _INF),
+    "rollout.temperature": (_TINY, 100),
+    "rollout.top_p": (_TINY, 1),
+    "rollout.top_k": (-1, _INF),
+    "rollout.max_turns": (1, _INF),
+    "rollout.max_prompt_tokens": (1, _INF),
+    "rollout.max_new_tokens": (1, _INF),
+    "rollout.max_episode_tokens": (2, _INF),
+    "rollout.live_sandboxes": (1, _INF),
+    "rollout.init_concurrency": (1, _INF),
+    "rollout.grade_concurrency": (1, _INF),
+    "rollout.init_timeout_s": (1, _INF),
+    "rollout.run_timeout_s": (1, _INF),
+    "rollout.grade_timeout_s": (1, _INF),
+    "rollout.breaker": (1, _INF),
+    "agent.observation_tokens": (1, _INF),
+    "engine.slots": (1, _INF),
+    "engine.max_context": (2, _INF),
+    "engine.prefill_chunk": (1, _INF),
+    "engine.prefill_rows": (1, _INF),
+    "engine.decode_steps": (1, _INF),
+    "engine.request_timeout_s": (0.1, _INF),
+    "engine.start_timeout_s": (1, _INF),
+    "sandbox.cpus": (0.01, _INF),
+    "sandbox.memory_mb": (16, _INF),
+    "sandbox.pids": (4, _INF),
+    "sandbox.disk_mb": (1, _INF),
+    "sandbox.command_timeout_s": (0.1, _INF),
+    "sandbox.lifetime_s": (1, _INF),
+    "tasks.train": (1, _INF),
+    "tasks.heldout": (0, _INF),
+    "tasks.unseen": (0, _INF),
+    "tasks.templates": (0, _INF),
+    "tasks.seed": (0, _INF),
+    "sft.max_steps": (0, _INF),
+    "sft.lr": (0, 1),
+    "sft.warmup_steps": (0, _INF),
+    "sft.batch_size": (4, _INF),
+    "sft.openings": (1, _INF),
+    "sft.rewrite_steps": (0, _INF),
+    "sft.prompt_loss_weight": (0, 1),
+    "sft.target_success": (0, 1),
+    "sft.probe_from": (1, _INF),
+    "sft.probe_every": (1, _INF),
+    "sft.probe_episodes": (1, _INF),
+    "eval.episodes": (0, _INF),
+    "eval.unseen_episodes": (0, _INF),
+    "eval.temperature": (0, 100),
+    "train.steps": (0, _INF),
+    "train.time_limit_s": (0, _INF),
+    "train.checkpoint_every": (1, _INF),
+    "train.keep_checkpoints": (1, _INF),
+    "train.keep_weight_versions": (1, _INF),
+}
 _CHOICES = {
     "objective.advantage": ("grpo", "rloo"),
     "objective.kl_kind": ("k1", "k2", "k3"),
@@ -29,10 +122,20 @@ def validate_config(config: RunConfig) -> RunConfig:
         value = getattr(getattr(config, section), key)
         if value not in choices:
             raise ConfigError(f"{path} = {value!r}; known: {', '.join(choices)}")
+    _check_ranges(config)
     _check_sampling(config)
     _check_lengths(config)
     _check_counts(config)
     return config
+
+
+def _check_ranges(config: RunConfig) -> None:
+    flat = flatten_config(config)
+    for path, (low, high) in RANGES.items():
+        if not low <= flat[path] <= high:
+            limit = f"at least {low:g}" if high == _INF else f"between {low:g} and {high:g}"
+            extra = ": group statistics need 2 samples" if path.endswith("samples_per_task") else ""
+            raise ConfigError(f"{path} must be {limit}, got {flat[path]:g}{extra}")
 
 
 def _check_sampling(config: RunConfig) -> None:
@@ -43,8 +146,6 @@ def _check_sampling(config: RunConfig) -> None:
             "distribution (top_p 1, top_k -1), since an engine's log-probs are taken before "
             "truncation and would not be those of the distribution drawn from"
         )
-    if r.temperature <= 0:
-        raise ConfigError("rollout.temperature must be above 0: a greedy policy has no gradient")
 
 
 def _check_lengths(config: RunConfig) -> None:
@@ -77,26 +178,18 @@ def _check_lengths(config: RunConfig) -> None:
 
 
 def _check_counts(config: RunConfig) -> None:
-    positive = {
-        "rollout.tasks_per_step": config.rollout.tasks_per_step,
-        "rollout.max_turns": config.rollout.max_turns,
-        "rollout.live_sandboxes": config.rollout.live_sandboxes,
-        "learner.micro_rows": config.learner.micro_rows,
-        "learner.updates_per_batch": config.learner.updates_per_batch,
-        "learner.epochs_per_batch": config.learner.epochs_per_batch,
-        "train.checkpoint_every": config.train.checkpoint_every,
-        "train.keep_checkpoints": config.train.keep_checkpoints,
-    }
-    for path, value in positive.items():
-        if value < 1:
-            raise ConfigError(f"{path} must be at least 1, got {value}")
-    if config.rollout.samples_per_task < 2:
-        raise ConfigError(
-            f"rollout.samples_per_task = {config.rollout.samples_per_task}: group statistics need "
-            "at least 2 samples of each task"
-        )
     if config.rollout.tasks_per_step < config.learner.updates_per_batch:
         raise ConfigError(
             f"learner.updates_per_batch = {config.learner.updates_per_batch} needs at least as "
             f"many tasks per step (rollout.tasks_per_step = {config.rollout.tasks_per_step})"
         )
+    if not re.fullmatch(r"[\w.-]+", config.name) or set(config.name) == {"."}:
+        raise ConfigError(f"name = {config.name!r}: letters, digits, '-', '_' and '.' only")
+    if config.objective.reduction == "sequence_sum_norm" and config.objective.reduction_norm <= 0:
+        raise ConfigError(
+            f"objective.reduction_norm = {config.objective.reduction_norm}: sequence_sum_norm "
+            "divides by it; it must be above 0 tokens"
+        )
+    for url in config.engine.servers:
+        if not re.match(r"https?://[^/]+", url):
+            raise ConfigError(f"engine.servers: {url!r} is no http:// or https:// address")

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from skyrl_jax.actor.collect import collect
+from skyrl_jax.actor.collect import collect, healthy
 from skyrl_jax.agents.scripted import SCRIPTED_VERSION, ScriptedAgent, edit
 from skyrl_jax.core.errors import HostError
 from skyrl_jax.core.types import Completion, Episode, Message, Status, Task, Turn
@@ -49,7 +49,7 @@ async def play(world: World, tasks: Sequence[Task]) -> list[Episode]:
     )
     kept = [
         item.episode
-        for group in collected.groups
+        for group in healthy(collected).groups
         for item in group.trajectories
         if item.score is not None and item.score.verdict == "resolved" and _clean(item.episode)
     ]

@@ -11,7 +11,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from skyrl_jax.actor.collect import Progress, collect
+from skyrl_jax.actor.collect import Progress, collect, healthy
+from skyrl_jax.core.errors import DataError
 from skyrl_jax.core.types import Task, TrajectoryGroup
 from skyrl_jax.train.rollouts import write_rollouts
 from skyrl_jax.train.workdir import read_json, write_json
@@ -77,10 +78,13 @@ def plans(world: World) -> tuple[EvalPlan, ...]:
 
 def stored(workdir: Path, step: int, plan: EvalPlan) -> Evaluation | None:
     """Return the evaluation of the policy after ``step`` that this run has made, if it has."""
-    values = read_json(_path(workdir, step, plan))
-    if values is None or values.pop("plan") != asdict(plan):
-        return None
-    return Evaluation(**values)
+    try:
+        values = read_json(_path(workdir, step, plan))
+        if values is None or values.pop("plan") != asdict(plan):
+            return None
+        return Evaluation(**values)
+    except (DataError, TypeError, KeyError, AttributeError):
+        return None  # damaged: it was not made
 
 
 async def evaluate(
@@ -112,6 +116,7 @@ async def evaluate(
         rollout=world.config.rollout,
         on_progress=on_progress,
     )
+    healthy(collected)
     trajectories = [item for group in collected.groups for item in group.trajectories]
     write_rollouts(path.with_suffix(".jsonl"), trajectories)
     found = score_groups(plan.name, collected.groups)

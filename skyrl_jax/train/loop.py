@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -55,10 +55,24 @@ class Run:
         return time.monotonic() - self.began
 
 
-async def run(config: RunConfig, workdir: Path, cache: Path, *, setup_s: float = 0.0) -> Path:
+async def run(
+    config: RunConfig,
+    workdir: Path,
+    cache: Path,
+    *,
+    setup_s: float = 0.0,
+    opened: Callable[[], None] = lambda: None,
+) -> Path:
     """Train until ``train.steps`` steps are done; return the path of the report.
 
     Running it again on the same folder continues after the last whole checkpoint.
+
+    Args:
+        config: the run's configuration.
+        workdir: the run folder.
+        cache: shared over runs.
+        setup_s: what the set-up before the run took, for the summary.
+        opened: called when the run stands where it left off, before anything is trained.
 
     Raises:
         ConfigError: the configuration asks for a part that is not built yet.
@@ -68,6 +82,7 @@ async def run(config: RunConfig, workdir: Path, cache: Path, *, setup_s: float =
     if task is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with open_run(config, workdir, cache) as live:
+        opened()
         before = await measure_start(live)
         await train(live)
         after = await measure(live)

@@ -17,6 +17,7 @@ import jax
 import numpy as np
 
 from skyrl_jax.core.config import RunConfig
+from skyrl_jax.core.errors import TrainingError
 from skyrl_jax.core.types import Batch
 from skyrl_jax.learner.checkpoint import Checkpoints, Restored
 from skyrl_jax.learner.state import (
@@ -44,7 +45,8 @@ class Policy:
         self._sft_cfg = dataclasses.replace(
             config.learner, lr=config.sft.lr, warmup_steps=config.sft.warmup_steps
         )
-        self._mesh = make_mesh(config.mesh) if jax.device_count() > 1 else None
+        mesh = make_mesh(config.mesh)  # refuses axes that do not fit, on one device too
+        self._mesh = mesh if jax.device_count() > 1 else None
         args = (config.model, config.learner)
         self._train_step = make_train_step(*args, config.objective, self._mesh)
         self._sft_step = make_sft_step(config.model, self._sft_cfg, self._mesh)
@@ -102,7 +104,11 @@ class Policy:
         (``proximal_logprobs``), in the learner's own arithmetic.
 
         Returns:
-            The updates' metrics averaged, and the scoring's ``mismatch_*`` against the engine.
+            The updates' metrics averaged, how many updates were skipped as not finite, and the
+            scoring's ``mismatch_*`` against the engine.
+
+        Raises:
+            TrainingError: every update of the step was skipped.
         """
         scored = [
             np.asarray(self._logprob_step(self.params, batch).logprobs) for batch in minibatches
@@ -112,11 +118,19 @@ class Policy:
             for b, logprobs in zip(minibatches, scored, strict=True)
         ]
         rows: list[dict[str, float]] = []
+        skipped = int(self.state.opt_state.num_skipped)
         for _ in range(self._config.learner.epochs_per_batch):
             for batch in anchored:
                 self._state, metrics = self._train_step(self.state, batch)
                 rows.append(_floats(metrics))
-        return _means(rows) | mismatch(minibatches, scored)
+        skipped = int(self.state.opt_state.num_skipped) - skipped
+        if rows and skipped == len(rows):
+            raise TrainingError(
+                f"all {skipped} updates of this step had a gradient that is not finite and were "
+                "skipped; the parameters are those before the step. Lower learner.lr, or look at "
+                "the rewards and log-probs in the last rollouts file"
+            )
+        return _means(rows) | {"skipped_updates": float(skipped)} | mismatch(minibatches, scored)
 
     def save(self, step: int, host: Mapping[str, Any]) -> None:
         """Write a checkpoint of the state and the host's own values."""
@@ -170,4 +184,5 @@ def _floats(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 
 def _means(rows: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: sum(row[name] for row in rows) / len(rows) for name in (rows[0] if rows else {})}
+    names = [name for name in (rows[0] if rows else {}) if name != "num_skipped_updates"]
+    return {name: sum(row[name] for row in rows) / len(rows) for name in names}

@@ -114,6 +114,7 @@ class Progress:
         return [
             ("resolved", _percent(self._metrics.get("resolved_rate"))),
             ("reward", _number(self._metrics.get("reward_mean"), "{:.3f}")),
+            ("failed", f"{self._metrics.get('failed_episodes', 0.0):.0f}"),
             ("tokens/s", _number(self._metrics.get("tokens_per_s"), "{:,.0f}")),
             ("sandboxes", str(self._sandboxes)),
             ("left", "?" if left is None else _clock_text(left)),

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from skyrl_jax.actor.collect import Collected, Progress, collect
+from skyrl_jax.actor.collect import Collected, Progress, collect, healthy
 from skyrl_jax.agents.seeds import derive_seed
 from skyrl_jax.batching.minibatch import Assembled, assemble
 from skyrl_jax.core.config import RunConfig
@@ -66,7 +66,7 @@ async def run_step(
     """
     config, step = world.config, host.step + 1
     marks = [time.perf_counter()]
-    collected = await _collect(world, step, on_progress)
+    collected = healthy(await _collect(world, step, on_progress))
     marks.append(time.perf_counter())
     batch = assemble(
         collected.groups,

@@ -11,7 +11,7 @@ import asyncio
 import random
 from dataclasses import dataclass
 
-from skyrl_jax.actor.collect import collect
+from skyrl_jax.actor.collect import collect, healthy
 from skyrl_jax.agents.seeds import derive_seed
 from skyrl_jax.batching.minibatch import assemble_sft
 from skyrl_jax.core.types import Batch, Episode
@@ -94,7 +94,7 @@ async def probe(world: World, policy: Policy, step: int) -> float:
         agent=world.agent(f"probe/{step}"),
         rollout=world.config.rollout,
     )
-    return score_groups("probe", collected.groups).rate
+    return score_groups("probe", healthy(collected).groups).rate
 
 
 def _batch(world: World, episodes: list[Episode]) -> Batch:

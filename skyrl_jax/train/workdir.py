@@ -20,7 +20,7 @@ from types import TracebackType
 from typing import Any
 
 from skyrl_jax.core.config import RunConfig, diff_config, flatten_config
-from skyrl_jax.core.errors import ConfigError
+from skyrl_jax.core.errors import ConfigError, DataError
 
 # Keys that say where or how long to run, never what is computed.
 _FREE_KEYS = ("train.steps", "train.time_limit_s", "train.keep_checkpoints")
@@ -44,11 +44,15 @@ class Workdir:
         self._config = config
         self._allow = tuple(allow_change)
         self._lock: int | None = None
+        self._changed: dict[str, tuple[Any, Any]] = {}
 
     def __enter__(self) -> Workdir:
         """Lock the folder and compare the configuration."""
-        self.root.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            self.root.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise ConfigError(f"--workdir={self.root} cannot be used: {error.strerror}") from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
@@ -81,7 +85,9 @@ class Workdir:
         path = self.root / "config.json"
         now = flatten_config(self._config)
         if path.exists():
-            before = json.loads(path.read_text())
+            before = read_json(path)
+            if not isinstance(before, dict):
+                raise DataError(f"{path} is damaged; bring it back or use another --workdir")
             changed = {k: v for k, v in diff_config(before, now).items() if k not in _FREE_KEYS}
             refused = {k: v for k, v in changed.items() if k not in self._allow}
             if refused:
@@ -91,14 +97,18 @@ class Workdir:
                     + "\n".join(lines)
                     + f"\nuse another --workdir, or --allow_change={','.join(refused)}"
                 )
-            for key, (old, new) in changed.items():
-                self._log_change(key, old, new)
-        write_json(path, now)
+            self._changed = changed
+        else:
+            write_json(path, now)
 
-    def _log_change(self, key: str, old: Any, new: Any) -> None:
-        print(f"allowed change of {key}: {old!r} -> {new!r}", flush=True)
-        with open(self.root / "changes.log", "a") as file:
-            file.write(f"{key}: {old!r} -> {new!r}\n")
+    def commit(self) -> None:
+        """Take the allowed changes over: call it when the run has begun with them and it works."""
+        for key, (old, new) in self._changed.items():
+            print(f"allowed change of {key}: {old!r} -> {new!r}", flush=True)
+            with open(self.root / "changes.log", "a") as file:
+                file.write(f"{key}: {old!r} -> {new!r}\n")
+        self._changed = {}
+        write_json(self.root / "config.json", flatten_config(self._config))
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -114,5 +124,14 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Return the JSON value in ``path``, or ``None`` when there is no such file."""
-    return json.loads(path.read_text()) if path.exists() else None
+    """Return the JSON value in ``path``, or ``None`` when there is no such file.
+
+    Raises:
+        DataError: the file holds no JSON.
+    """
+    if not path.exists():
+        return None
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise DataError(f"{path} is damaged: {error}") from error

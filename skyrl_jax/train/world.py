@@ -141,7 +141,13 @@ async def _open_suite(
     image = await asyncio.to_thread(resolve_image, config.sandbox, cache)
     splits = await asyncio.to_thread(synthetic_splits, config.tasks)
     pinned = read_json(workdir / "tasks.json")
+    if pinned is None and any((workdir / "checkpoints").glob("[0-9]*")):
+        raise DataError(
+            f"{workdir / 'tasks.json'} is gone but the run has checkpoints: bring it back from a "
+            "copy, or start a new --workdir"
+        )
     if pinned is not None:
+        check_pinned(pinned)
         splits = pinned_rows(splits, pinned)
     suite = SweSuite(
         splits,
@@ -167,6 +173,21 @@ async def _open_suite(
         f"{len(checked.invalid)} dropped"
     )
     return suite
+
+
+def check_pinned(pinned: Any) -> None:
+    """Refuse a tasks.json of the wrong form.
+
+    Raises:
+        DataError: it is not {split: [[task id, digest], ...]} with a training task.
+    """
+    whole = isinstance(pinned, dict) and all(
+        isinstance(entries, list)
+        and all(isinstance(e, list) and [type(x) for x in e] == [str, str] for e in entries)
+        for entries in pinned.values()
+    )
+    if not whole or not pinned.get("train"):
+        raise DataError("tasks.json of the run is damaged: bring it back from a copy")
 
 
 def pinned_rows(
@@ -195,6 +216,11 @@ def pinned_rows(
 def _open_tokenizer(config: RunConfig, workdir: Path, cache: Path, suite: SweSuite) -> Tokenizer:
     """Train the tokenizer (or take it from the cache); it belongs to the run from then on."""
     path = workdir / "tokenizer.json"
+    if not path.exists() and any((workdir / "checkpoints").glob("[0-9]*")):
+        raise DataError(
+            f"{path} is gone but the run has checkpoints, whose policy speaks its tokens: bring it "
+            "back from a copy, or start a new --workdir"
+        )
     if path.exists():
         return Tokenizer.load(path)
     corpus = list(warm_start_corpus(suite.tasks("train")))

@@ -9,17 +9,18 @@ from collections import Counter
 import pytest
 
 from skyrl_jax.actor.board import Board
-from skyrl_jax.actor.collect import collect
+from skyrl_jax.actor.collect import Collected, collect, healthy
 from skyrl_jax.agents.scripted import SUBMIT
 from skyrl_jax.batching.ledger import Ledger
 from skyrl_jax.batching.minibatch import assemble
 from skyrl_jax.core.errors import (
     GenerationError,
+    HostError,
     InfraError,
     SandboxGone,
     SandboxTimeout,
 )
-from skyrl_jax.core.types import Status
+from skyrl_jax.core.types import Status, TrajectoryGroup
 from tests.actor.fakes import (
     RENDERER,
     RIGHT,
@@ -240,3 +241,21 @@ def test_the_driver_costs_few_cpu_milliseconds_per_episode() -> None:
     begun = time.process_time()
     run(tasks=8, samples=4, live_sandboxes=16)
     assert (time.process_time() - begun) / 32 < 0.008
+
+
+def test_a_collection_that_mostly_failed_is_no_result():
+    def made(failed: int) -> Collected:
+        group = TrajectoryGroup(task_id="t", trajectories=(None,) * 4)  # only counted here
+        failures = {"infra:engine": failed} if failed else {}
+        return Collected(
+            groups=(group,),
+            sampled_tokens=0,
+            abandoned_tokens=0,
+            failures=failures,
+            details=("why",),
+        )
+
+    for failed in (0, 1, 2):
+        assert healthy(made(failed)).failures == made(failed).failures
+    with pytest.raises(HostError, match="3 of 4 episodes failed .*infra:engine 3.*why"):
+        healthy(made(3))

@@ -5,7 +5,7 @@ import pytest
 from configs.swe import get_config
 from skyrl_jax.core.config import diff_config, flatten_config, known_keys, parse_config
 from skyrl_jax.core.errors import ConfigError
-from skyrl_jax.core.validate import validate_config
+from skyrl_jax.core.validate import RANGES, validate_config
 
 PRESETS = ("quickstart", "smollm2_135m", "qwen3_8b", "qwen3_14b", "qwen3_32b")
 
@@ -95,6 +95,37 @@ def test_combinations_that_make_no_sense_are_refused(section, key, value, text):
     values[section][key] = value
     with pytest.raises(ConfigError, match=text):
         validate_config(parse_config(values))
+
+
+def test_every_number_has_a_range_and_its_ends_are_held():
+    flat = flatten_config(parse_config(_values()))
+    numbers = {k for k, v in flat.items() if isinstance(v, int | float) and not isinstance(v, bool)}
+    assert numbers == set(RANGES)
+    for path, (low, _) in RANGES.items():
+        values = get_config("quickstart")
+        below = low - 1 if isinstance(flat[path], int) else low - 1.0
+        values.update_from_flattened_dict({path: below})
+        with pytest.raises(ConfigError, match=path.replace(".", r"\.")):
+            validate_config(parse_config(values.to_dict()))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_a_number_that_is_not_finite_is_refused(value):
+    values = _values()
+    values["objective"]["entropy_coef"] = value
+    with pytest.raises(ConfigError, match=r"objective\.entropy_coef.*finite"):
+        parse_config(values)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("name", "../x"), ("engine.servers", ("not a url",)), ("engine.servers", ("ftp://x",))],
+)
+def test_names_and_addresses_of_the_wrong_form_are_refused(key, value):
+    values = get_config("quickstart")
+    values.update_from_flattened_dict({key: value})
+    with pytest.raises(ConfigError, match=key.replace(".", r"\.")):
+        validate_config(parse_config(values.to_dict()))
 
 
 def test_diff_shows_both_values():

@@ -139,7 +139,9 @@ def test_plain_log_has_one_line_a_step():
     assert left == 6 * 30.0
     lines = text.splitlines()
     assert lines[0] == "[0:00] warm start"
-    assert lines[1].startswith("[0:30] step 3/10  resolved 25.0 %  reward 0.251  tokens/s 1,234")
+    assert lines[1].startswith(
+        "[0:30] step 3/10  resolved 25.0 %  reward 0.251  failed 0  tokens/s 1,234"
+    )
     assert "sandboxes 8" in lines[2] and lines[2].endswith("left 3:00")
     assert lines[3] == "[1:00] evaluate" and len(lines) == 4
 

@@ -6,7 +6,7 @@ import pytest
 
 from configs.swe import get_config
 from skyrl_jax.core.config import parse_config
-from skyrl_jax.core.errors import ConfigError
+from skyrl_jax.core.errors import ConfigError, DataError
 from skyrl_jax.train.workdir import Workdir, read_json, write_json
 
 
@@ -32,7 +32,11 @@ def test_changed_config_is_refused_with_the_difference_and_allowed_by_name(tmp_p
         with Workdir(tmp_path, _config(lr=0.1)):
             pass
     with Workdir(tmp_path, _config(lr=0.1), allow_change=["learner.lr"]):
+        pass  # the run could not begin with it: the folder still belongs to the old value
+    with Workdir(tmp_path, _config()):
         pass
+    with Workdir(tmp_path, _config(lr=0.1), allow_change=["learner.lr"]) as workdir:
+        workdir.commit()
     assert "learner.lr" in (tmp_path / "changes.log").read_text()
     assert "allowed change" in capsys.readouterr().out
     with Workdir(tmp_path, _config(lr=0.1)):
@@ -52,3 +56,16 @@ def test_json_is_replaced_whole(tmp_path):
     assert read_json(tmp_path / "a.json") == {"x": 2}
     assert read_json(tmp_path / "b.json") is None
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_a_damaged_config_and_a_folder_that_cannot_be_are_named(tmp_path):
+    with Workdir(tmp_path / "run", _config()):
+        pass
+    for text in ('{"bad', "[]"):
+        (tmp_path / "run" / "config.json").write_text(text)
+        with pytest.raises(DataError, match="config.json is damaged"):
+            Workdir(tmp_path / "run", _config()).__enter__()
+    (tmp_path / "file").write_text("")
+    for root in (tmp_path / "file", tmp_path / "file" / "under"):
+        with pytest.raises(ConfigError, match="--workdir=.*cannot be used"):
+            Workdir(root, _config()).__enter__()

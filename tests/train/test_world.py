@@ -8,7 +8,7 @@ from skyrl_jax.core.errors import DataError
 from skyrl_jax.tasks.swe.suite import row_digest
 from skyrl_jax.tasks.swe.synthesize import make_splits
 from skyrl_jax.train.workdir import read_json, write_json
-from skyrl_jax.train.world import pinned_rows
+from skyrl_jax.train.world import check_pinned, pinned_rows
 
 
 def test_the_pinned_tasks_come_back_in_their_order_and_a_changed_one_is_named(tmp_path):
@@ -24,3 +24,9 @@ def test_the_pinned_tasks_come_back_in_their_order_and_a_changed_one_is_named(tm
         pinned_rows(splits, pinned)
     with pytest.raises(DataError, match="new --workdir"):
         pinned_rows({"train": []}, pinned)
+
+
+@pytest.mark.parametrize("value", [[], {}, {"train": []}, {"train": ["x"]}, {"train": [["x", 1]]}])
+def test_a_damaged_list_of_tasks_is_refused(value):
+    with pytest.raises(DataError, match="damaged"):
+        check_pinned(value)
