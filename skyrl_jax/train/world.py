@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from skyrl_jax.agents.loop import CodeActAgent, make_codeact
 from skyrl_jax.agents.parsing import LENGTH_CUT, NO_CALL, parse_assistant
 from skyrl_jax.agents.scripted import SUBMIT, edit
 from skyrl_jax.core.config import ModelConfig, RunConfig
-from skyrl_jax.core.errors import DataError
+from skyrl_jax.core.errors import DataError, GenerationError, HostError
 from skyrl_jax.core.types import Task
 from skyrl_jax.generation.renderer import ChatMLRenderer
 from skyrl_jax.generation.sglang import SGLangGenerator
@@ -248,7 +248,45 @@ async def _open_server(
     )
     child = ServerChild(options, start_timeout_s=engine.start_timeout_s, log=workdir / "server.log")
     await stack.enter_async_context(child)
+    await stack.enter_async_context(ends_with(child.died))
     return child.base_url
+
+
+@asynccontextmanager
+async def ends_with(died: Callable[[], Awaitable[str]]) -> AsyncIterator[None]:
+    """End the block as soon as something it needs has died, with the reason in the error.
+
+    Args:
+        died: waits for that thing's end and says how it ended.
+
+    Raises:
+        GenerationError: it died; whatever the block was waiting for was cancelled.
+    """
+    owner = asyncio.current_task()
+    assert owner is not None
+
+    working, cancelled = True, False
+
+    async def watch() -> str:
+        nonlocal cancelled
+        text = await died()
+        if working:
+            cancelled = owner.cancel()
+        return text
+
+    watcher = asyncio.create_task(watch())
+    try:
+        yield
+    except (asyncio.CancelledError, HostError):  # a call to the dead may have failed first
+        working = False
+        await asyncio.wait({watcher}, timeout=0.5)
+        if watcher.done() and not watcher.cancelled():
+            if cancelled:
+                owner.uncancel()
+            raise GenerationError(watcher.result(), cause="engine_died") from None
+        raise
+    finally:
+        watcher.cancel()
 
 
 def _empty_model(model: ModelConfig, folder: Path, renderer: ChatMLRenderer) -> Path:

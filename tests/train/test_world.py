@@ -1,14 +1,15 @@
 """A run keeps the tasks and the tokenizer it began with."""
 
+import asyncio
 import dataclasses
 
 import pytest
 
-from skyrl_jax.core.errors import DataError
+from skyrl_jax.core.errors import DataError, GenerationError
 from skyrl_jax.tasks.swe.suite import row_digest
 from skyrl_jax.tasks.swe.synthesize import make_splits
 from skyrl_jax.train.workdir import read_json, write_json
-from skyrl_jax.train.world import check_pinned, pinned_rows
+from skyrl_jax.train.world import check_pinned, ends_with, pinned_rows
 
 
 def test_the_pinned_tasks_come_back_in_their_order_and_a_changed_one_is_named(tmp_path):
@@ -30,3 +31,41 @@ def test_the_pinned_tasks_come_back_in_their_order_and_a_changed_one_is_named(tm
 def test_a_damaged_list_of_tasks_is_refused(value):
     with pytest.raises(DataError, match="damaged"):
         check_pinned(value)
+
+
+def test_what_dies_ends_the_block_with_its_reason():
+    async def block(dies_after: float, work) -> str:
+        async def died() -> str:
+            await asyncio.sleep(dies_after)
+            return "the server ended with code -9: out of memory"
+
+        async with ends_with(died):
+            await work()
+        return "whole"
+
+    async def fails() -> None:
+        raise GenerationError("cannot connect")
+
+    for work in (lambda: asyncio.sleep(30), fails):
+        with pytest.raises(GenerationError, match="code -9: out of memory"):
+            asyncio.run(asyncio.wait_for(block(0.05, work), 10))
+    assert asyncio.run(block(60, lambda: asyncio.sleep(0))) == "whole"
+
+
+def test_a_cancel_from_outside_stays_a_cancel():
+    async def never() -> str:
+        await asyncio.sleep(60)
+        return ""
+
+    async def block() -> None:
+        async with ends_with(never):
+            await asyncio.sleep(60)
+
+    async def main() -> None:
+        task = asyncio.create_task(block())
+        await asyncio.sleep(0.05)
+        task.cancel()
+        await task
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(main())
