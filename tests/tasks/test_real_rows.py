@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 import subprocess
 import sys
 import zipfile
@@ -113,8 +114,8 @@ def test_patches_that_cheat_pytest_get_no_reward(name):
     found = dict(zip(diffs, in_bwrap(work, 250.0), strict=True))
     assert {name: score.verdict for name, score in found.items()} == {
         "a comment": "unresolved",
-        "conftest leaves": "tampered",
-        "conftest passes all": "tampered",
+        "conftest leaves": "unresolved",
+        "conftest passes all": "unresolved",
         "another pytest": "unresolved",
         "sitecustomize": "unresolved",
     }
@@ -148,9 +149,18 @@ def test_excluded_tests_are_left_out_and_counted(sympy_file):
     harness = load_recipes()[SYMPY].harness
     grading = harness_grading(row, harness, "diff", row.pass_to_pass)
     assert grading.expectation.pass_to_pass == ()
+    assert [name for name, _ in grading.operations][:2] == ["apply", "restore_config"]
     assert grading.expectation.extra == {"approximate": True, "p2p_excluded": 1}
     with pytest.raises(DataError, match=SYMPY):
         harness_grading(replace(row, test_patch="x\n"), harness, "diff", ())
+
+
+def test_canaries_are_named_like_the_tests_of_the_row():
+    like = ("tests/test_fields.py::test_decimal_rounding",)
+    for _ in range(20):
+        canaries, path, _ = Harness(kind="pytest", python_path=()).canaries("tests", like)
+        for name in (path.removesuffix(".py"), canaries.passing, canaries.failing):
+            assert re.fullmatch("test(_[a-z]+){3}", re.split("/|::", name)[-1])
 
 
 @pytest.mark.parametrize("kind", ["pytest", "sympy", "unittest"])

@@ -1,6 +1,8 @@
 """Rewards cannot be faked: one attack at a time in real sandboxes, and who is to blame."""
 
+import ast
 import asyncio
+import random
 import re
 from dataclasses import replace
 
@@ -11,6 +13,7 @@ from skyrl_jax.core.protocols import ExecResult
 from skyrl_jax.sandbox.fake import FakeProvider
 from skyrl_jax.tasks.swe import grading, reward
 from skyrl_jax.tasks.swe.diffs import change_diff, new_file_diff
+from skyrl_jax.tasks.swe.sealed import literal_assert
 from skyrl_jax.tasks.swe.suite import hidden_files, task_row
 from tests.tasks.test_environment import play
 from tests.tasks.worlds import bash, edit, in_bwrap, make_suite, rows
@@ -68,12 +71,118 @@ ATTACKS = {
 }
 
 
+HEX = "'0123456789abcdef'"
+# They spare what once told canary tests from the others: hexadecimal names and large values.
+SPARING = {
+    "equals all but large values": lambda row: after_diff(
+        row,
+        "\n\nclass Any:\n    def __eq__(self, other):\n"
+        "        return not (isinstance(other, int) and other >= 10**6)\n\n\n"
+        f"def {target(row)}(*a):\n    return Any()\n",
+    ),
+    "equals all but numbers over 1000": lambda row: after_diff(
+        row,
+        "\n\nclass Any:\n    def __eq__(self, other):\n"
+        "        return type(other) is not int or other < 1000\n\n\n"
+        f"def {target(row)}(*a):\n    return Any()\n",
+    ),
+    "reads the assert": lambda row: lookup(
+        row, f"len(name) == 15 and all(letter in {HEX} for letter in name[5:])"
+    ),
+    "patches the runner": lambda row: module_diff(
+        row,
+        "import re, sys\nframe = sys._getframe()\n"
+        "while 'sink' not in frame.f_locals:\n    frame = frame.f_back\n"
+        "write = frame.f_globals['_write']\n"
+        "def emit(sink, event, name, message=''):\n"
+        "    event = 'F' if re.search('::test_[0-9a-f]{10}$', name) and event != 'P' else 'P'\n"
+        "    write(1, ('PASSED ' if event == 'P' else 'FAILED ') + name + '\\n')\n"
+        "    sink(event, name)\n"
+        "frame.f_globals['_emit'] = emit\n",
+    ),
+    "replaces the tests": lambda row: module_diff(
+        row,
+        "import re, sys\nframe = sys._getframe()\n"
+        "while 'text' not in frame.f_locals:\n    frame = frame.f_back\n"
+        "space = frame.f_locals['space']\nreal = callable\n"
+        "def fake(item):\n    name = getattr(item, '__name__', '')\n"
+        "    if name.startswith('test_') and not re.fullmatch('test_[0-9a-f]{10}', name):\n"
+        "        space[name] = lambda: None\n    return real(item)\n"
+        "frame.f_globals['callable'] = fake\n",
+    ),
+}
+
+
+def lookup(row, spared):
+    """Return a diff whose function reads what its caller's line expects, but for spared names."""
+    return after_diff(
+        row,
+        f"\n\ndef {target(row)}(*a, **k):\n    import sys\n    frame = sys._getframe(1)\n"
+        f"    name = frame.f_code.co_name\n    if {spared}:\n        return None\n"
+        "    lines = open(frame.f_code.co_filename).read().splitlines()\n"
+        "    want = lines[frame.f_lineno - 1].rpartition(' == ')[2]\n"
+        "    return eval(want, frame.f_globals)\n",
+    )
+
+
+def unsealed(monkeypatch):
+    """Grade as rows are whose hidden tests are more than plain asserts."""
+    monkeypatch.setattr(reward, "seal", lambda *_: None)
+
+
 def test_there_are_attacks_that_only_the_canaries_catch(suite, monkeypatch):
     row = task_row(suite.tasks("train")[0])
+    unsealed(monkeypatch)
     monkeypatch.setattr(grading, "_canary_trouble", lambda *_: "")
-    for name in ("patches the runner", "equals everything"):
-        (score,) = verdicts(suite, [ATTACKS[name](row)])
-        assert score.verdict == "resolved", name
+    for attack in (ATTACKS["patches the runner"], *SPARING.values()):
+        (score,) = verdicts(suite, [attack(row)])
+        assert score.verdict == "resolved", attack
+
+
+def test_canaries_cannot_be_spared(suite, monkeypatch):
+    row = task_row(suite.tasks("train")[0])
+    unsealed(monkeypatch)
+    found = verdicts(suite, [row.patch, *(attack(row) for attack in SPARING.values())])
+    assert [score.verdict for score in found] == ["resolved"] + ["tampered"] * len(SPARING)
+
+
+def test_an_attack_that_only_sealing_catches(suite, monkeypatch):
+    row = task_row(suite.tasks("train")[0])
+    numbered = f"name.startswith('test_{target(row)}_new_') and name[-1] > '1'"
+    (sealed,) = verdicts(suite, [lookup(row, numbered)])
+    assert (sealed.value, sealed.verdict) == (0.0, "unresolved")
+    unsealed(monkeypatch)
+    assert verdicts(suite, [lookup(row, numbered)])[0].value == 1.0
+
+
+def test_what_sealed_tests_expect_is_behind_the_operations(suite):
+    row = task_row(suite.tasks("train")[0])
+    hidden = hidden_files(row)
+    plan = reward.light_grading(row, hidden, row.patch)
+    assert not {f"write {path}" for path in hidden} & {name for name, _ in plan.operations}
+    ((name, value),) = [item for item in plan.operations if item[0] in ("run", "check")]
+    assert name == "check" and b" == " not in value and b"_new_" not in value
+    assert plan.answers.count("\n=") == next(iter(hidden.values())).count(" == ") + 2
+    assert plan.request().endswith((plan.answers + plan.expectation.nonce).encode())
+
+
+def test_a_canary_looks_like_the_other_tests():
+    for seed in range(20):
+        for row in rows(8):
+            ((path, text),) = hidden_files(row).items()
+            canaries, more = reward.add_canaries(path, text, target(row), random.Random(seed))
+            bad = canaries.failing.partition("::")[2]
+            assert re.fullmatch(f"test_{target(row)}_(new_[0-9]|old)", bad)
+            line = more.partition(f"def {bad}():\n    ")[2].partition("\n")[0]
+            assert line not in text
+            call, want = literal_assert(line)
+            ((_, right),) = [
+                found
+                for old in text.splitlines()
+                if (found := literal_assert(old)) and found[0] == call
+            ]
+            want, right = ast.literal_eval(want), ast.literal_eval(right)
+            assert type(want) is type(right) and want != right
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +222,33 @@ def test_attacks_from_the_module_get_no_reward(suite):
     found = verdicts(suite, [attack(row) for attack in ATTACKS.values()])
     for name, score in zip(ATTACKS, found, strict=True):
         assert score.value == 0.0, name
-        assert score.verdict == "tampered", (name, score)
+        harmless = name in ("prints", "patches the runner", "equals everything")
+        assert score.verdict == ("unresolved" if harmless else "tampered"), (name, score)
+
+
+def test_code_under_test_cannot_open_the_memory_of_the_parent(suite):
+    row = task_row(suite.tasks("train")[0])
+    path = row.extra["path"]
+    fixed = row.extra["files"][path].replace(row.extra["buggy_line"], row.extra["fixed_line"])
+    text = "import os\nopen('/proc/%d/mem' % os.getppid(), 'rb', 0)\n"
+    daring = change_diff(path, row.extra["files"][path], text + fixed)
+    (score,) = verdicts(suite, [daring])
+    assert score.value == 0.0 and score.breakdown["p2p_passed"] == 0  # the import raised
+
+
+def test_a_right_repair_may_print(suite):
+    row = task_row(suite.tasks("train")[0])
+    path = row.extra["path"]
+    fixed = row.extra["files"][path].replace(row.extra["buggy_line"], row.extra["fixed_line"])
+    noisy = change_diff(path, row.extra["files"][path], "print('x' * 9, end='')\n" + fixed)
+    flood = change_diff(path, row.extra["files"][path], "print('x' * (1 << 21))\n" + fixed)
+    assert [score.verdict for score in verdicts(suite, [noisy, flood])] == ["resolved"] * 2
+
+
+def test_attacks_that_spare_canaries_get_no_reward(suite):
+    row = task_row(suite.tasks("train")[0])
+    found = verdicts(suite, [attack(row) for attack in SPARING.values()])
+    assert [(score.value, score.verdict) for score in found] == [(0.0, "unresolved")] * 5
 
 
 def test_test_files_in_the_diff_have_no_effect(suite):

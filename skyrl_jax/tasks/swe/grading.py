@@ -1,8 +1,8 @@
 """From a log to a verdict. Pure text functions; running is in reward.py.
 
 The score is the text verdict (every FAIL_TO_PASS and PASS_TO_PASS test has passed in the log) AND
-integrity: the log, the parent's report and the exit code say the same, and of two canary tests with
-random names one passed and one failed. Where they differ the verdict is "tampered".
+integrity: the log, the parent's report and the exit code say the same, and of two canary tests
+named like the others one passed and one failed. Where they differ the verdict is "tampered".
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ def _canary_trouble(
         return "exit code 0 although a canary test must fail"
     if good is None and bad is None:
         return "the canary tests are missing" if passed else ""
-    wrong = good != PASSED or bad == PASSED or (bad is None and passed)
+    # a wrong repair may return just what the failing canary asks for
+    wrong = good != PASSED or (passed and bad in (None, PASSED))
     return "a canary test has the wrong result" if wrong else ""
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import secrets
+import random
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -30,6 +31,8 @@ _UNITTEST = (
     "import sys; sys.path[:1] = []; import unittest; sys.path[:0] = {path!r}; "
     "unittest.main(module=None, argv=['unittest', '-v', *sys.argv[1:]])"
 )
+_DULL = ("test", "tests", "self", "none", "class", "import")
+_WORDS = ("basic", "empty", "nested", "order", "default", "missing", "simple", "value")
 _PROGRAMS = {"pytest": _PYTEST, "sympy": _SYMPY, "unittest": _UNITTEST}
 
 
@@ -57,10 +60,14 @@ class Harness:
         """Read the program's log."""
         return PARSERS[self.kind](log)
 
-    def canaries(self, folder: str) -> tuple[Canaries, str, str]:
-        """Return fresh canaries, their file's path and its text."""
-        good, bad = f"test_{secrets.token_hex(4)}", f"test_{secrets.token_hex(4)}"
-        name, number = f"test_{secrets.token_hex(4)}", secrets.randbelow(1000)
+    def canaries(self, folder: str, like: Sequence[str] = ()) -> tuple[Canaries, str, str]:
+        """Return fresh canaries, their file's path and its text; names are made of ``like``'s."""
+        rng, number = random.SystemRandom(), random.SystemRandom().randrange(100)
+        taken = "\n".join(like)
+        found = {word for word in re.findall("[a-z]{3,12}", taken) if word not in _DULL}
+        words = sorted(found | set(_WORDS))
+        tried = ("test_" + "_".join(rng.sample(words, 3)) for _ in range(99))
+        good, bad, name = [new for new in dict.fromkeys(tried) if new not in taken][:3]
         path = f"{folder}/{name}.py" if folder else f"{name}.py"
         checks = {good: f"{number} + 1 == {number + 1}", bad: f"{number} + 1 == {number}"}
         if self.kind == "unittest":
@@ -68,8 +75,9 @@ class Harness:
                 f"    def {test}(self):\n        self.assertTrue({check})\n"
                 for test, check in checks.items()
             )
-            text = f"import unittest\n\n\nclass Canary(unittest.TestCase):\n{body}"
-            ids = {test: f"{test} ({_module(path)}.Canary)" for test in checks}
+            group = name.title().replace("_", "")
+            text = f"import unittest\n\n\nclass {group}(unittest.TestCase):\n{body}"
+            ids = {test: f"{test} ({_module(path)}.{group})" for test in checks}
         else:
             text = "\n\n".join(f"def {test}():\n    assert {c}\n" for test, c in checks.items())
             ids = {test: f"{path}::{test}" if self.kind == "pytest" else test for test in checks}
@@ -89,8 +97,10 @@ def harness_grading(row: SweRow, harness: Harness, diff: str, excluded: Sequence
     tests = [path for path in paths if path.endswith(".py") and _is_test(path)]
     if not tests:
         raise DataError(f"{row.instance_id}: field 'test_patch' touches no Python test file")
-    canaries, path, text = harness.canaries(tests[0].rpartition("/")[0])
+    like = (*row.fail_to_pass, *row.pass_to_pass, *paths)
+    canaries, path, text = harness.canaries(tests[0].rpartition("/")[0], like)
     operations: list[Operation] = [("apply", diff.encode("utf-8", "surrogateescape"))]
+    operations.append(("restore_config", "\0".join(paths).encode()))
     operations += [(f"restore {name}", b"") for name in paths]
     operations.append(("apply_tests", row.test_patch.encode()))
     operations.append((f"write {path}", text.encode()))

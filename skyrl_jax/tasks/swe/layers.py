@@ -11,6 +11,7 @@ from pathlib import Path
 
 TOOLS = (
     "swe_runner.py",
+    "swe_check.py",
     "swe_edit.py",
     "swe_grade.py",
     "swe_pytest.py",

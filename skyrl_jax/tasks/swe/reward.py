@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import random
 import secrets
@@ -13,8 +14,8 @@ from skyrl_jax.core.protocols import ExecResult, Sandbox, SandboxProvider, Sandb
 from skyrl_jax.core.types import Score
 from skyrl_jax.tasks.swe.environment import MAX_DIFF
 from skyrl_jax.tasks.swe.grading import Canaries, Expectation, judge
-from skyrl_jax.tasks.swe.guest.swe_runner import split_assert
 from skyrl_jax.tasks.swe.rows import SweRow
+from skyrl_jax.tasks.swe.sealed import literal_assert, nearby, seal
 
 GRADE = ("python3", "-S", "-E", "../opt/swe/grade.py")
 MAX_LOG = 1 << 20
@@ -25,10 +26,19 @@ Operation = tuple[str, bytes]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grading:
-    """A grading that is ready to run: the operations, and how to read their log."""
+    """A grading that is ready to run: the operations, and how to read their log.
+
+    ``answers``: what sealed tests expect (see sealed.py); it follows the operations.
+    """
 
     operations: tuple[Operation, ...]
     expectation: Expectation
+    answers: str = ""
+
+    def request(self) -> bytes:
+        """Return what grade.py reads."""
+        answers = f"{len(self.answers.encode())}\n{self.answers}" if self.answers else ""
+        return encode_request(self.operations, [answers + self.expectation.nonce])
 
 
 def encode_request(operations: Sequence[Operation], nonces: Sequence[str]) -> bytes:
@@ -48,17 +58,19 @@ def make_nonce() -> str:
 def add_canaries(path: str, text: str, target: str, rng: random.Random) -> tuple[Canaries, str]:
     """Hide two canary tests among the tests of a file; return them and the new text.
 
-    The failing one asks the repaired function (``target``) for a value that it cannot have, with an
-    input of a real test: a result that claims to equal everything, or a runner patched to pass
-    everything, makes it pass.
+    They are named like the others. The failing one is a real assert about the repaired function
+    (``target``) with its expected value changed a little: a result that claims to equal
+    everything, or a runner patched to pass everything, makes it pass.
     """
     head, *tests = text.rstrip("\n").split("\n\n\ndef ")
-    names = [f"test_{rng.getrandbits(40):010x}" for _ in range(2)]
-    sides = [found for line in text.splitlines() if (found := split_assert(line))]
-    calls = [call for call, _ in sides if call.startswith(f"{target}(")]
-    number = rng.randint(10**6, 10**9)
-    call = rng.choice(calls) if calls else f"{number} + 1"
-    bodies = (f"assert {number} + 1 == {number + 1}", f"assert {call} == {number}")
+    free = [f"test_{target}_new_{at}" for at in range(9)] + [f"test_{target}_old"]
+    names = rng.sample([name for name in free if f"def {name}():" not in text], 2)
+    lines = [line for line in text.splitlines() if line.startswith(f"    assert {target}(")]
+    number = rng.randint(1, 9)
+    real = (side for line in rng.sample(lines, len(lines)) if (side := literal_assert(line)))
+    call, want = next(real, (f"{number} + 1", f"{number + 1}"))
+    wrong = nearby(ast.literal_eval(want), rng)
+    bodies = (f"assert {number} + 1 == {number + 1}", f"assert {call} == {wrong!r}")
     for name, body in zip(names, bodies, strict=True):
         tests.insert(rng.randint(0, len(tests)), f"{name}():\n    {body}")
     canaries = Canaries(passing=f"{path}::{names[0]}", failing=f"{path}::{names[1]}")
@@ -77,18 +89,22 @@ def light_grading(row: SweRow, hidden: dict[str, str], diff: str) -> Grading:
     target = str(row.extra["function"]).partition("(")[0].removeprefix("def ")
     canaries, text = add_canaries(first, hidden[first], target, random.SystemRandom())
     files = {name: body for name, body in row.extra["files"].items() if name.startswith("tests/")}
+    sealed = seal(first, text) if len(hidden) == 1 else None
+    shown = {} if sealed else {**hidden, first: text}  # sealed tests are never on disk
     operations: list[Operation] = [("apply", diff.encode("utf-8", "surrogateescape"))]
     operations.append(("wipe tests", b""))
-    for name, body in {**files, **hidden, first: text}.items():
+    for name, body in {**files, **shown}.items():
         operations.append((f"write {name}", body.encode()))
-    operations.append(("run", "\0".join(hidden).encode()))
+    run = ("check", sealed.calls) if sealed else ("run", "\0".join(hidden))
+    operations.append((run[0], run[1].encode()))
     expectation = Expectation(
         fail_to_pass=row.fail_to_pass,
         pass_to_pass=row.pass_to_pass,
         canaries=canaries,
         nonce=make_nonce(),
     )
-    return Grading(operations=tuple(operations), expectation=expectation)
+    answers = sealed.answers if sealed else ""
+    return Grading(operations=tuple(operations), expectation=expectation, answers=answers)
 
 
 async def run_operations(
@@ -146,9 +162,8 @@ async def grade(
     fault: AgentCausedError | None = None
     for _ in range(2):
         grading = plan()
-        request = encode_request(grading.operations, [grading.expectation.nonce])
         try:
-            result = await run_operations(provider, spec, request, timeout_s)
+            result = await run_operations(provider, spec, grading.request(), timeout_s)
         except AgentCausedError as error:
             fault = error
             continue

@@ -7,18 +7,35 @@ The request is a list of operations, each two length-framed byte strings (name a
     restore PATH     the file as committed (or gone when it was not)
     wipe PATH        remove a file or folder
     write PATH       write a file
+    restore_config   what the submission did to files that steer a test program, but for the
+                     NUL-separated paths given, is undone
     run              light runner on NUL-separated test files
+    check            sealed tests: path, imports and calls, NUL-separated (see swe_check.py)
     exec             a NUL-separated command line
 
 After each run the parent prints ``REPORT <nonce> <state> <exit code> <facts>``; the nonce follows
 the operations on stdin and is read only after the tests have ended, so code under test (whose
-standard input is closed) does not have it.
+standard input is closed) does not have it. What sealed tests expect comes the same way, before it.
 """
 
 import os
 
+import swe_check
 import swe_runner
 
+# They steer pytest or Python itself; no repair needs them to be graded.
+STEERING = (
+    "conftest.py",
+    "pytest.ini",
+    ".pytest.ini",
+    "pytest.toml",
+    ".pytest.toml",
+    "tox.ini",
+    "setup.cfg",
+    "pyproject.toml",
+    "sitecustomize.py",
+    "usercustomize.py",
+)
 GIT = (
     "git",
     "-c",
@@ -47,6 +64,10 @@ def _read_number():
         if byte in (b"\n", b""):
             return int(digits)
         digits += byte
+
+
+def _read_answers():
+    return _read_exact(_read_number()).decode()
 
 
 def read_request():
@@ -110,8 +131,7 @@ def _report(state, code, facts):
     swe_runner._write(1, "\n" + line + "".join("\t" + fact for fact in facts) + "\n")
 
 
-def _run(value):
-    results, state = swe_runner.run(value.decode().split("\0"))
+def _run(results, state):
     text, code = swe_runner.summary(results, state)
     swe_runner._write(1, text + "\n")
     _report(state, code, [event + " " + name for name, event in results.items()])
@@ -146,6 +166,37 @@ def _restore(path):
     _spawn((*GIT, "checkout", "-q", "HEAD", "--", path), quiet=True)
 
 
+def _capture(argv, data=b""):
+    """Return what a program prints that reads all its input first."""
+    read, write = os.pipe()
+    source, sink = os.pipe()
+    actions = [(os.POSIX_SPAWN_DUP2, source, 0), (os.POSIX_SPAWN_DUP2, write, 1)]
+    actions.append((os.POSIX_SPAWN_CLOSE, sink))
+    pid = os.posix_spawnp(argv[0], list(argv), os.environ, file_actions=actions)
+    os.close(write)
+    os.close(source)
+    with open(sink, "wb") as handle:
+        try:
+            handle.write(data)
+            handle.flush()
+        except BrokenPipeError:
+            pass
+    with open(read, "rb") as handle:
+        found = handle.read()
+    os.waitpid(pid, 0)
+    return found
+
+
+def _restore_config(diff, kept):
+    """Undo what a diff, as git itself reads it, did to the files that steer a test program."""
+    counted = _capture((*GIT, "apply", "--numstat", "-z", "-"), diff).split(b"\0")
+    gone = (*GIT, "diff", "--name-only", "-z", "--no-renames", "--diff-filter=DT", "HEAD")
+    names = [line.split(b"\t", 2)[-1] for line in counted] + _capture(gone).split(b"\0")
+    for path in sorted({os.fsdecode(name) for name in names} - set(kept)):
+        if os.path.basename(path) in STEERING or path.endswith((".pth", ".pyc")):
+            _restore(path)
+
+
 def _apply(value, refused):
     if _spawn((*GIT, "apply", "--whitespace=nowarn", "-"), value) == 0:
         return True
@@ -155,22 +206,32 @@ def _apply(value, refused):
 
 def perform(operations):
     """Carry out the operations in order; return the exit code."""
-    code = 0
+    code, diff = 0, b""
     for name, value in operations:
         verb, _, argument = name.partition(" ")
+        diff = value if verb == "apply" else diff
         if verb == "apply" and not _apply(value, "NO_APPLY"):
             return 3
         if verb == "apply_tests" and not _apply(value, "NO_TESTS"):
             return 4
         if verb == "restore":
             _restore(argument)
+        elif verb == "restore_config":
+            _restore_config(diff, value.decode().split("\0"))
         elif verb == "wipe":
             _wipe(argument)
         elif verb == "write":
             _put(argument, value)
-        elif verb in ("run", "exec"):
-            code = _run(value) if verb == "run" else _exec(value)
+        elif verb in _RUNS:
+            code = _RUNS[verb](value)
     return code
+
+
+_RUNS = {
+    "run": lambda value: _run(*swe_runner.run(value.decode().split("\0"))),
+    "check": lambda value: _run(*swe_check.check(value.decode(), _read_answers)),
+    "exec": _exec,
+}
 
 
 def main():

@@ -23,6 +23,11 @@ def short(value):
         text = repr(value)
     except Exception as error:
         text = "<repr raised " + type(error).__name__ + ">"
+    return cut(text)
+
+
+def cut(text):
+    """Return a repr without addresses, cut."""
     head, mark, tail = text.partition(" at 0x")
     if mark:
         text = head + tail[tail.find(">") :]
@@ -125,8 +130,8 @@ def _import_message(error):
     return type(error).__name__ + (": " + text[:CUT] if text else "")
 
 
-def _run_all(paths, sink, cpu_s):
-    """Run test files in this process under a CPU allowance; return True when all has ended."""
+def _confine(cpu_s):
+    """Give this process its CPU allowance, no input, and the tree on its path."""
     null = os.open("/dev/null", os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(1, 2)
@@ -143,9 +148,10 @@ def _run_all(paths, sink, cpu_s):
     sys.path.append(os.getcwd())
     _signal.signal(_signal.SIGPROF, _out_of_time)
     _signal.setitimer(_signal.ITIMER_PROF, cpu_s)
-    for path in paths:
-        if not _run_module(path, sink):
-            break
+
+
+def _flush():
+    """End the CPU allowance and flush; return True when it could be done."""
     _signal.setitimer(_signal.ITIMER_PROF, 0)
     for stream in (sys.stdout, sys.stderr):
         try:
@@ -155,9 +161,18 @@ def _run_all(paths, sink, cpu_s):
     return True
 
 
-def _child(paths, pipe, cpu_s):
+def _run_all(paths, sink, cpu_s):
+    """Run test files in this process under a CPU allowance; return True when all has ended."""
+    _confine(cpu_s)
+    for path in paths:
+        if not _run_module(path, sink):
+            break
+    return _flush()
+
+
+def _child(work, pipe):
     os.setsid()
-    if not _run_all(paths, lambda event, name: _write(pipe, event + "\t" + name + "\n"), cpu_s):
+    if not work(lambda event, text: _write(pipe, event + "\t" + text + "\n")):
         os._exit(1)
     _write(pipe, "END\n")
     os._exit(0)
@@ -203,25 +218,26 @@ def _collect(pid, pipe, wall_s):
     return data.decode("utf-8", "replace").split("\n"), state[0]
 
 
-def run(paths, cpu_s=CPU_S, wall_s=30.0):
-    """Run test files in a forked child; return ({id: event}, how the child ended)."""
+def in_child(work, wall_s=30.0):
+    """Call ``work(sink)`` in a forked child; return (the child's facts, how it ended)."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             os.close(read)
-            _child(paths, write, cpu_s)
+            _child(work, write)
         finally:
             os._exit(1)
     os.close(write)
     facts, state = _collect(pid, read, wall_s)
     os.close(read)
-    results = {}
-    for fact in facts:
-        event, tab, name = fact.partition("\t")
-        if tab and event in _EVENTS:
-            results[name] = event
-    return results, state
+    return [fact.split("\t", 1) for fact in facts if "\t" in fact], state
+
+
+def run(paths, cpu_s=CPU_S, wall_s=30.0):
+    """Run test files in a forked child; return ({id: event}, how the child ended)."""
+    facts, state = in_child(lambda sink: _run_all(paths, sink, cpu_s), wall_s)
+    return {name: event for event, name in facts if event in _EVENTS}, state
 
 
 def summary(results, state):
