@@ -169,14 +169,12 @@ class Block:
 
     def admit(self, request: Request) -> None:
         """Give a request a slot."""
-        slot = self._free.pop()
+        slot = self._free[-1]  # taken last: a request whose numbers do not fit takes none
         # the last prompt token is fed by decode, whose first sample follows it
         last = len(request.prompt) - 1
         ahead = last if request.score_from < 0 else last + 1
         chunk = self._shape.prefill_chunk
         live = _Live(request, slot, -(-ahead // chunk))
-        self._live[slot] = live
-        self._chunks.extend((live, number * chunk) for number in range(live.chunks))
         host = self._host
         host["token"][slot] = request.prompt[last]
         host["position"][slot] = last
@@ -184,6 +182,9 @@ class Block:
         host["seed"][slot] = (request.seed >> 32, request.seed & 0xFFFFFFFF)
         host["stops"][slot] = -1
         host["stops"][slot, : len(request.stop_ids)] = request.stop_ids
+        self._free.pop()
+        self._live[slot] = live
+        self._chunks.extend((live, number * chunk) for number in range(live.chunks))
 
     def abort(self, match: Callable[[str], bool], version: str) -> list[Result]:
         """End the requests whose rid matches."""

@@ -303,7 +303,7 @@ class SGLangGenerator:
                 return response.status, await response.read()
         except (aiohttp.ClientError, TimeoutError) as error:
             raise GenerationError(
-                f"{method} {url} failed: {error or type(error).__name__}",
+                f"{method} {url} failed: {str(error) or type(error).__name__}",
                 cause="engine_unreachable",
             ) from error
 

@@ -222,9 +222,12 @@ def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
     """
     path = Path(directory) / "config.json"
     try:
-        return config_from_hf(json.loads(path.read_text()))
-    except (OSError, json.JSONDecodeError) as error:
+        values = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
         raise WeightsError(f"cannot read {path}: {error}") from error
+    if not isinstance(values, dict):
+        raise WeightsError(f"{path} must hold a JSON object, it holds a {type(values).__name__}")
+    return config_from_hf(values)
 
 
 def load_hf(directory: str | os.PathLike[str]) -> tuple[ModelConfig, dict[str, Any]]:

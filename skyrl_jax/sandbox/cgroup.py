@@ -6,7 +6,9 @@ import contextlib
 import dataclasses
 import os
 import secrets
+import shutil
 import signal
+import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -142,6 +144,18 @@ def owner_alive(name: str) -> bool:
     if len(parts) not in (4, 5) or not parts[1].isdigit():
         return True  # not ours: leave it alone
     return _start_time(int(parts[1])) == parts[2]
+
+
+def sweep_folders(prefix: str) -> list[Path]:
+    """Remove temporary folders of dead owners, named ``<prefix><random>.<run name>``."""
+    dead = [
+        path
+        for path in Path(tempfile.gettempdir()).glob(f"{prefix}*.*")
+        if not owner_alive(path.name.partition(".")[2])
+    ]
+    for path in dead:
+        shutil.rmtree(path, ignore_errors=True)
+    return dead
 
 
 def _start_time(pid: int) -> str:

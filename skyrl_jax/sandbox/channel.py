@@ -196,7 +196,7 @@ class SupervisorChannel(asyncio.Protocol):
         stdin: bytes,
     ) -> ExecResult:
         """Run a command; the first half of the output limit keeps the head, the rest the tail."""
-        args = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
+        args = wire.command_args(command, timeout_s)
         head_cap = max_output_bytes // 2
         reply = await self.call(
             b"E",

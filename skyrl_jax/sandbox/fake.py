@@ -101,6 +101,7 @@ class FakeSandbox:
     ) -> ExecResult:
         """Record the command and ask the script."""
         self._check()
+        wire.command_args(command, timeout_s)
         self.commands.append(command)
         return self._script(command, self.files)
 

@@ -21,6 +21,7 @@ from typing import Self
 
 from skyrl_jax.core.errors import ImageError, InfraError, SandboxGone
 from skyrl_jax.core.protocols import ExecResult, SandboxSpec
+from skyrl_jax.sandbox.cgroup import run_name, sweep_folders
 from skyrl_jax.sandbox.channel import (
     BASE_ENV,
     DESTROY_TIMEOUT_S,
@@ -29,6 +30,8 @@ from skyrl_jax.sandbox.channel import (
     spawn,
 )
 from skyrl_jax.sandbox.native_build import NativePrograms, build_native
+
+_PREFIX = "skyrl-process-"
 
 
 class ProcessProvider:
@@ -57,7 +60,8 @@ class ProcessProvider:
         return len(self._sandboxes)
 
     async def __aenter__(self) -> Self:
-        """Compile the supervisor."""
+        """Compile the supervisor; remove what dead owners left."""
+        await asyncio.to_thread(sweep_folders, _PREFIX)
         self._native: NativePrograms = await asyncio.to_thread(build_native, self._cache_dir)
         return self
 
@@ -72,7 +76,7 @@ class ProcessProvider:
 
     async def create(self, spec: SandboxSpec) -> ProcessSandbox:
         """Copy the layers and start a supervisor."""
-        root = tempfile.mkdtemp(prefix="skyrl-process-")
+        root = tempfile.mkdtemp(prefix=_PREFIX, suffix=f".{run_name(self._run_id)}")
         box = ProcessSandbox(spec, Path(root), self._sandboxes.discard)
         self._sandboxes.add(box)
         try:

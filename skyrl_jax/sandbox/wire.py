@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import posixpath
 import struct
 import tarfile
@@ -37,6 +38,20 @@ class Reply:
         cut = self.total - len(self.head) - len(self.tail)
         note = f"\n[... {cut} bytes cut ...]\n"
         return self.head.decode("utf-8", "replace") + note + self.tail.decode("utf-8", "replace")
+
+
+def command_args(command: str | Sequence[str], timeout_s: float) -> list[str]:
+    """Return a command's argv.
+
+    Raises:
+        DataError: it is empty, or its limit is no finite number.
+    """
+    args = ["/bin/sh", "-c", command] if isinstance(command, str) else list(command)
+    if not args:
+        raise DataError("a command for the sandbox must name a program; the list is empty")
+    if not math.isfinite(timeout_s):
+        raise DataError(f"timeout_s must be a finite number of seconds, got {timeout_s}")
+    return args
 
 
 def request(
@@ -114,8 +129,8 @@ def tar_to_records(tar: bytes) -> bytes:
     """Turn a tar stream into the supervisor's records, refusing what leaves the target.
 
     Raises:
-        DataError: not a tar stream; an absolute path, ``..``, a link that leaves the target, or a
-            device.
+        DataError: not a tar stream; an absolute path, ``..``, a link that leaves the target, a hard
+            link to what is not there, or a device.
     """
     parts: list[bytes] = []
     links: set[str] = set()
@@ -147,7 +162,13 @@ def _member_records(
     elif member.isfile() or member.islnk():
         if member.islnk():
             safe_name(member.linkname)
-        file = archive.extractfile(member)
+        try:
+            file = archive.extractfile(member)
+        except KeyError:  # tarfile looks a hard link's target up by name
+            raise DataError(
+                f"tar member {member.name!r} is a hard link to {member.linkname!r}, which the "
+                "stream lacks"
+            ) from None
         links.discard(name)
         yield _record(b"F", member.mode, name, file.read() if file else b"")
     else:

@@ -8,9 +8,10 @@ Generation: /generate. Control: /abort_request, /pause_generation, /continue_gen
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from skyrl_jax.core.config import ModelConfig
 from skyrl_jax.core.errors import SkyrlError
 from skyrl_jax.engine.engine import Engine, Request
 from skyrl_jax.serve import requests, schema
-from skyrl_jax.serve.worker import Worker
+from skyrl_jax.serve.worker import EngineDeadError, RequestFailedError, Worker
 
 LoadWeights = Callable[[Path, ModelConfig], Any]
 _MAX_BODY = 64 << 20
@@ -60,11 +61,14 @@ class Server:
         self._info = info
         self._running = asyncio.Event()
         self._running.set()
+        self._stopping = False
+        self._rids: set[str] = set()  # of every request without an answer, held-back ones too
         self._updates = asyncio.Lock()
 
     def application(self) -> web.Application:
         """Return the aiohttp application."""
         app = web.Application(client_max_size=_MAX_BODY, middlewares=[_errors])
+        app.on_shutdown.append(self._let_go)
         post, get = app.router.add_post, app.router.add_get
         post("/generate", self.generate)
         post("/abort_request", self.abort_request)
@@ -88,15 +92,14 @@ class Server:
             return web.json_response({"error": wrong}, status=400)
         parsed = requests.parse(body, self._limits)
         start = time.monotonic()
-        # a server is paused for as long as its controller wants: no deadline but the client's
-        await self._running.wait()
-        self._check_rids([item.rid for item in parsed.requests])
-        answers = await asyncio.gather(
-            *(
-                self._one(item, start, logprob=flag, echo_prompt=parsed.echo_prompt)
-                for item, flag in zip(parsed.requests, parsed.return_logprob, strict=True)
+        with self._reserved([item.rid for item in parsed.requests]):
+            await self._until_running()
+            answers = await asyncio.gather(
+                *(
+                    self._one(item, start, logprob=flag, echo_prompt=parsed.echo_prompt)
+                    for item, flag in zip(parsed.requests, parsed.return_logprob, strict=True)
+                )
             )
-        )
         return _json(answers if parsed.batch else answers[0])
 
     async def _one(
@@ -108,12 +111,31 @@ class Server:
             result, self._version, latency, logprob=logprob, echo_prompt=echo_prompt
         )
 
-    def _check_rids(self, rids: list[str]) -> None:
-        seen: set[str] = set()
-        for rid in rids:
-            if self._worker.live(rid) or rid in seen:
-                raise requests.BadRequest(f"rid {rid!r} is already in use; rids must be unique")
-            seen.add(rid)
+    async def _until_running(self) -> None:
+        # a server is paused for as long as its controller wants: no deadline but the client's
+        await self._running.wait()
+        if self._stopping:
+            raise EngineDeadError("the server is being stopped")
+
+    async def _let_go(self, app: web.Application) -> None:
+        """Answer what a pause holds back, so that a stop has nothing to wait for."""
+        del app
+        self._stopping = True
+        self._running.set()
+
+    @contextlib.contextmanager
+    def _reserved(self, rids: list[str]) -> Iterator[None]:
+        """Hold the rids from the check on: two requests of one rid may arrive at the same time."""
+        ours: set[str] = set()
+        try:
+            for rid in rids:
+                if rid in self._rids or self._worker.live(rid):
+                    raise requests.BadRequest(f"rid {rid!r} is already in use; rids must be unique")
+                self._rids.add(rid)
+                ours.add(rid)
+            yield
+        finally:
+            self._rids -= ours
 
     async def abort_request(self, request: web.Request) -> web.Response:
         """End requests by rid prefix, or all; 200 whether or not one matched."""
@@ -240,9 +262,9 @@ class Server:
         ).requests[0]
         try:
             async with asyncio.timeout(20.0):
-                await self._running.wait()
+                await self._until_running()
                 await self._worker.generate(probe)
-        except TimeoutError:
+        except (TimeoutError, RequestFailedError):
             return web.Response(status=503)
         return web.Response(status=200)
 
@@ -254,6 +276,10 @@ async def _errors(request: web.Request, handler: Any) -> web.StreamResponse:
         return await handler(request)
     except requests.BadRequest as error:
         return web.json_response({"error": {"message": str(error)}}, status=400)
+    except RequestFailedError as error:
+        return web.json_response({"error": {"message": str(error)}}, status=500)
+    except EngineDeadError as error:
+        return web.json_response({"error": {"message": str(error)}}, status=503)
 
 
 async def _body(request: web.Request) -> dict[str, Any]:

@@ -14,9 +14,11 @@ from pathlib import Path
 import aiohttp
 
 from skyrl_jax.core.errors import GenerationError
+from skyrl_jax.sandbox.cgroup import run_name, sweep_folders
 from skyrl_jax.serve.process import ServeOptions
 
 _TAIL = 2000
+_PREFIX = "skyrl-serve-"
 _ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -53,7 +55,9 @@ class ServerChild:
         Raises:
             GenerationError: it ended or did not answer in time; the end of its log is quoted.
         """
-        self._folder = tempfile.TemporaryDirectory(prefix="skyrl-serve-")
+        await asyncio.to_thread(sweep_folders, _PREFIX)
+        suffix = f".{run_name('child')}"
+        self._folder = tempfile.TemporaryDirectory(prefix=_PREFIX, suffix=suffix)
         port_file = Path(self._folder.name) / "port"
         self._log_path = Path(self._log or Path(self._folder.name) / "log")
         with self._log_path.open("ab") as log:
@@ -87,6 +91,15 @@ class ServerChild:
         """How the server ended, ``None`` while it runs."""
         return None if self._process is None else self._process.returncode
 
+    async def died(self) -> str:
+        """Wait, with no deadline but the caller's, for the server's end; say how it ended.
+
+        Call it inside the context; cancel it before a stop that is meant.
+        """
+        assert self._process is not None
+        code = await self._process.wait()
+        return f"the server ended with code {code}: {self._tail()}"
+
     def _argv(self, port_file: Path) -> Sequence[str]:
         options = dataclasses.replace(
             self._options, port_file=str(port_file), parent_pid=os.getpid()
@@ -98,9 +111,7 @@ class ServerChild:
         assert self._process is not None
         while not port_file.exists():
             if self._process.returncode is not None:
-                raise GenerationError(
-                    f"the server ended with code {self._process.returncode}: {self._tail()}"
-                )
+                raise GenerationError(await self.died())
             await asyncio.sleep(0.02)
         self.base_url = f"http://127.0.0.1:{port_file.read_text().strip()}"
         async with aiohttp.ClientSession() as session:
@@ -108,7 +119,10 @@ class ServerChild:
                 await asyncio.sleep(0.05)
 
     def _tail(self) -> str:
-        text = self._log_path.read_text(errors="replace")[-_TAIL:].strip()
+        try:
+            text = self._log_path.read_text(errors="replace")[-_TAIL:].strip()
+        except OSError as error:  # somebody removed the log, or the stop did
+            return f"its log cannot be read: {error}"
         return text or "it printed nothing"
 
     async def _stop(self) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 from skyrl_jax.core.errors import ConfigError, SkyrlError
 
 _PR_SET_PDEATHSIG = 1
+_SHUTDOWN_S = 1.0  # for what runs; then it is cancelled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,7 +110,10 @@ async def _serve(options: ServeOptions, listener: socket.socket, parent: int) ->
     engine, build = _build(options, port)
     async with Worker(engine, died) as worker:
         runner = web.AppRunner(
-            build(worker).application(), handler_cancellation=True, access_log=None
+            build(worker).application(),
+            handler_cancellation=True,
+            access_log=None,
+            shutdown_timeout=_SHUTDOWN_S,
         )
         await runner.setup()
         await web.SockSite(runner, listener).start()

@@ -190,6 +190,8 @@ def _request(
         raise BadRequest(f"temperature must be a finite number >= 0, got {temperature}")
     _check_prompt(prompt, max_new, limits)
     stops = list(_or(sampling.get("stop_token_ids"), []))
+    if stops and (min(stops) < 0 or max(stops) >= limits.vocab_size):
+        raise BadRequest(f"stop_token_ids must lie in [0, {limits.vocab_size}), the vocabulary")
     if not sampling.get("ignore_eos"):
         stops += [eos for eos in limits.eos_ids if eos not in stops]
     if len(stops) > MAX_STOP_IDS:

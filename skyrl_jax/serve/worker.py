@@ -16,6 +16,14 @@ from typing import Any
 from skyrl_jax.engine.engine import Engine, Request, Result
 
 
+class EngineDeadError(RuntimeError):
+    """The engine's thread has ended: no request will be answered any more."""
+
+
+class RequestFailedError(RuntimeError):
+    """The engine could not take this one request; the others go on."""
+
+
 class Worker:
     """Run an Engine in a thread of its own; an async context manager.
 
@@ -30,7 +38,9 @@ class Worker:
         self._inbox: queue.SimpleQueue[tuple[str, Any, asyncio.Future[Any] | None]]
         self._inbox = queue.SimpleQueue()
         self._waiting: deque[Request] = deque()
-        self._futures: dict[str, asyncio.Future[Result]] = {}
+        self._futures: dict[str, tuple[Request, asyncio.Future[Result]]] = {}
+        self._actions: set[asyncio.Future[Any]] = set()
+        self._cause: BaseException | None = None
         self._exclusive: deque[tuple[Callable[[Engine], Any], asyncio.Future[Any]]] = deque()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -48,7 +58,7 @@ class Worker:
     @property
     def alive(self) -> bool:
         """Whether the thread still serves."""
-        return self._thread.is_alive()
+        return self._cause is None and self._thread.is_alive()
 
     @property
     def pending(self) -> int:
@@ -60,9 +70,15 @@ class Worker:
         return rid in self._futures
 
     async def generate(self, request: Request) -> Result:
-        """Run one request to its end. Cancelling the call aborts the request."""
+        """Run one request to its end. Cancelling the call aborts the request.
+
+        Raises:
+            EngineDeadError: the thread has ended.
+            RequestFailedError: the engine could not take the request.
+        """
+        self._check_alive()
         future: asyncio.Future[Result] = self._loop.create_future()
-        self._futures[request.rid] = future
+        self._futures[request.rid] = (request, future)
         self._inbox.put(("request", request, None))
         try:
             return await future
@@ -77,10 +93,21 @@ class Worker:
         self._inbox.put(("abort", match, None))
 
     async def when_idle(self, action: Callable[[Engine], Any]) -> Any:
-        """Run ``action(engine)`` once nothing is running; requests that come later wait for it."""
+        """Run ``action(engine)`` once nothing is running; requests that come later wait for it.
+
+        Raises:
+            EngineDeadError: the thread has ended.
+        """
+        self._check_alive()
         future: asyncio.Future[Any] = self._loop.create_future()
+        self._actions.add(future)
+        future.add_done_callback(self._actions.discard)
         self._inbox.put(("exclusive", action, future))
         return await future
+
+    def _check_alive(self) -> None:
+        if self._cause is not None:
+            raise EngineDeadError(f"the engine died: {self._cause!r}")
 
     def _run(self) -> None:
         try:
@@ -91,9 +118,10 @@ class Worker:
             raise
 
     def _die(self, error: BaseException) -> None:
-        for future in self._futures.values():
-            if not future.done():
-                future.set_exception(RuntimeError(f"the engine died: {error!r}"))
+        self._cause = error
+        waiting = [future for _, future in self._futures.values()]
+        for future in [*waiting, *self._actions]:
+            _fail(future, EngineDeadError(f"the engine died: {error!r}"))
         self._on_death(error)
 
     def _round(self) -> bool:
@@ -104,12 +132,24 @@ class Worker:
         while self._exclusive and not engine.active:
             self._run_exclusive(*self._exclusive.popleft())
         while self._waiting and engine.free_slots and not self._exclusive and engine.loaded:
-            engine.admit(self._waiting.popleft())
+            self._admit(self._waiting.popleft())
         if engine.active:
             ended += engine.step()
         if ended:
             self._loop.call_soon_threadsafe(self._deliver, ended)
         return True
+
+    def _admit(self, request: Request) -> None:
+        try:
+            self._engine.admit(request)
+        except Exception as error:  # whatever is wrong with one request, the others go on
+            self._loop.call_soon_threadsafe(self._refuse, request, error)
+
+    def _refuse(self, request: Request, error: Exception) -> None:
+        found, future = self._futures.get(request.rid, (None, None))
+        if future is not None and found is request:
+            text = f"the engine could not take request {request.rid!r}: {error!r}"
+            _fail(future, RequestFailedError(text))
 
     def _read(self, ended: list[Result]) -> bool:
         """Take what the inbox holds; wait for the first item when there is nothing else to do."""
@@ -156,8 +196,9 @@ class Worker:
 
     def _deliver(self, results: list[Result]) -> None:
         for result in results:
-            future = self._futures.get(result.request.rid)
-            if future is not None:
+            found, future = self._futures.get(result.request.rid, (None, None))
+            # a rid may be in use again by the time the answer to its aborted request comes
+            if future is not None and found is result.request:
                 _settle(future, result)
 
 

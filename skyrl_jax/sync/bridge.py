@@ -118,8 +118,10 @@ class Bridge:
         """Check a version against its manifest and write it as a HF folder.
 
         Raises:
-            WeightsError: files or params are not what was published.
+            WeightsError: files or params are not what was published, or the disk is full.
         """
+        from safetensors import SafetensorError
+
         manifest = self._store.manifest(version)
         cfg = ModelConfig(**manifest["model"])
         try:
@@ -129,13 +131,19 @@ class Bridge:
                 f"cannot restore weight version {version.number}: {error}"
             ) from error
         _check(params, manifest, version.number)
-        folder = hf.save_hf(
-            self._scratch / version.path.name,
-            cfg,
-            params,
-            extra_config=self._hf_config,
-            files=self._files,
-        )
+        try:
+            folder = hf.save_hf(
+                self._scratch / version.path.name,
+                cfg,
+                params,
+                extra_config=self._hf_config,
+                files=self._files,
+            )
+        except (OSError, SafetensorError) as error:
+            raise WeightsError(
+                f"cannot write weight version {version.number} as a HF folder under "
+                f"{self._scratch}: {error}"
+            ) from error
         return Exported(number=version.number, folder=folder, probe=manifest["probe"])
 
     async def _to_all(self, exported: Exported) -> None:

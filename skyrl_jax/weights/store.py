@@ -9,6 +9,8 @@ A folder without COMPLETE is half-written: nobody reads it, and the next writer 
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import json
 import os
@@ -16,7 +18,7 @@ import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from skyrl_jax.core.errors import WeightsError
 from skyrl_jax.core.types import WeightVersion
@@ -24,6 +26,7 @@ from skyrl_jax.core.types import WeightVersion
 MARKER = "COMPLETE"
 MANIFEST = "manifest.json"
 PARAMS = "orbax"
+_NO_SPACE = "No space left"
 _NAME = re.compile(r"v(\d{6,})\Z")
 
 
@@ -53,8 +56,27 @@ class FolderStore:
             params: writes the parameters into the folder it is given (which does not exist yet);
                 the store itself knows no array library.
             manifest: facts to keep beside them.
+
+        Raises:
+            WeightsError: the disk is full or refuses the write; complete versions stay.
         """
         folder = self.root / f"v{number:06d}"
+        try:
+            self._write(folder, number, params, manifest)
+        except (OSError, ValueError, RuntimeError) as error:  # array libraries raise all three
+            if not isinstance(error, OSError) and _NO_SPACE not in str(error):
+                raise
+            self._give_up(folder, number, error)
+        self._prune(number)
+        return WeightVersion(number=number, path=folder)
+
+    def _write(
+        self,
+        folder: Path,
+        number: int,
+        params: Callable[[Path], None],
+        manifest: Mapping[str, Any],
+    ) -> None:
         # the marker goes first: a crash while we remove the rest leaves no version, not a torn one
         (folder / MARKER).unlink(missing_ok=True)
         shutil.rmtree(folder, ignore_errors=True)
@@ -72,8 +94,18 @@ class FolderStore:
         _sync(folder / MARKER)
         _sync(folder)
         _sync(self.root)
-        self._prune(number)
-        return WeightVersion(number=number, path=folder)
+
+    def _give_up(self, folder: Path, number: int, error: Exception) -> NoReturn:
+        """Remove what a failed write left, and say what is wrong."""
+        with contextlib.suppress(OSError):
+            (folder / MARKER).unlink(missing_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)
+        text = str(error)
+        full = getattr(error, "errno", None) == errno.ENOSPC or _NO_SPACE in text
+        cause = f"the disk under {self.root} is full" if full else text.splitlines()[0][:300]
+        good = self.latest()
+        stays = f"the last complete one is {good.number}" if good else "there is no complete one"
+        raise WeightsError(f"cannot write weight version {number}: {cause}; {stays}") from error
 
     def latest(self) -> WeightVersion | None:
         """Return the newest complete version, or ``None``."""

@@ -220,3 +220,11 @@ def test_bad_shapes_are_refused():
     with pytest.raises(ConfigError, match=r"engine\.slots \(20\) must be a multiple"):
         EngineShape(slots=20, block=16)
     assert EngineShape(slots=20).block == 20
+
+
+def test_a_request_that_does_not_fit_takes_no_slot(engine):
+    free = engine.free_slots
+    with pytest.raises(OverflowError):
+        engine.admit(tiny.request("bad", 20, stop_ids=(1 << 40,)))
+    assert (engine.free_slots, engine.active) == (free, 0)
+    assert tiny.run(engine, [tiny.request("good", 20, new=2)])["good"].finish == "length"

@@ -291,3 +291,13 @@ def test_use_outside_the_context_is_refused():
     client = SGLangGenerator("http://127.0.0.1:9", timeout_s=1)
     with pytest.raises(GenerationError, match="async with"):
         asyncio.run(generate(client))
+
+
+def test_a_failure_without_words_is_named_by_its_type():
+    """An exception is always true, and asyncio's TimeoutError says nothing."""
+
+    async def handler(request):
+        await asyncio.sleep(5)
+
+    with pytest.raises(GenerationError, match=r"/model_info failed: \w*Timeout\w*$"):
+        serve(handler, lambda client: client.model_info(), control_timeout_s=0.2)

@@ -138,3 +138,16 @@ def test_config_refusals():
         decoder.init_params(dataclasses.replace(model_config(), family="llama"), jax.random.key(0))
     with pytest.raises(ConfigError, match="multiple of"):
         decoder.check_config(model_config(num_kv_heads=3))
+
+
+@pytest.mark.parametrize("text", ["[]", "3", "null"])
+def test_a_config_that_is_no_object_is_named(tmp_path, text):
+    (tmp_path / "config.json").write_text(text)
+    with pytest.raises(WeightsError, match=r"config\.json must hold a JSON object"):
+        hf.load_config(tmp_path)
+
+
+def test_a_config_that_is_no_text_is_named(tmp_path):
+    (tmp_path / "config.json").write_bytes(b"\xff\xfe")
+    with pytest.raises(WeightsError, match="cannot read"):
+        hf.load_config(tmp_path)

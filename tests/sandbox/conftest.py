@@ -79,7 +79,8 @@ class Backend:
             assert provider.live == 0
 
 
-def _quiet_process_provider() -> ProcessProvider:
+def quiet_process_provider() -> ProcessProvider:
+    """The process backend without its warning."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ProcessProvider(run_id="tests", cache_dir=CACHE)
@@ -94,7 +95,7 @@ def _backend(kind: str, request: pytest.FixtureRequest, layer: Path) -> Backend:
         host = request.getfixturevalue("daemon")
         make = lambda: DockerProvider(run_id="tests", cache_dir=CACHE, host=host)  # noqa: E731
         return Backend(kind, make, tag, layer)
-    return Backend(kind, _quiet_process_provider, "", layer)
+    return Backend(kind, quiet_process_provider, "", layer)
 
 
 @pytest.fixture(params=["bwrap", "docker", "process"])

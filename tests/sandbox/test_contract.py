@@ -164,6 +164,7 @@ ESCAPES = {
     "absolute link": _tar(_member("l", tarfile.SYMTYPE, "/etc")),
     "through a link": _tar(_member("l", tarfile.SYMTYPE, "d"), _member("l/x")),
     "hard link out": _tar(_member("h", tarfile.LNKTYPE, "../x")),
+    "hard link to nothing": _tar(_member("h", tarfile.LNKTYPE, "nowhere")),
     "device": _tar(_member("d", tarfile.CHRTYPE)),
     "no tar": b"this is not a tar stream, whatever its length may be" * 20,
 }
@@ -181,6 +182,29 @@ def test_a_tar_that_leaves_its_target_is_refused(case: str, bwrap: Backend) -> N
         with pytest.raises(DataError):
             fake = await FakeProvider().create(SandboxSpec(image=""))
             await fake.put("/testbed", ESCAPES[case])
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("command", "timeout_s", "text"),
+    [
+        ((), 5.0, "must name a program"),
+        ("true", float("nan"), "timeout_s must be a finite number"),
+        ("true", float("inf"), "timeout_s must be a finite number"),
+    ],
+)
+def test_what_is_no_command_is_refused_before_it_is_sent(
+    command: str | tuple[str, ...], timeout_s: float, text: str, backend: Backend
+) -> None:
+    async def run() -> None:
+        async with backend.box() as box:
+            with pytest.raises(DataError, match=text):
+                await box.exec(command, timeout_s=timeout_s)
+            assert (await box.exec("echo alive")).output == "alive\n"
+        fake = await FakeProvider().create(SandboxSpec(image=""))
+        with pytest.raises(DataError, match=text):
+            await fake.exec(command, timeout_s=timeout_s)
 
     asyncio.run(run())
 

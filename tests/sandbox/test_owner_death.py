@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -28,7 +29,7 @@ from skyrl_jax.sandbox.cgroup import (
     run_name,
 )
 from skyrl_jax.sandbox.docker import DockerProvider, DockerSandbox
-from tests.sandbox.conftest import CACHE, Backend
+from tests.sandbox.conftest import CACHE, Backend, quiet_process_provider
 from tests.sandbox.dockerd import REPO
 from tests.sandbox.test_contract import sleepers
 
@@ -350,3 +351,27 @@ def test_processes_that_cannot_be_killed_are_the_hosts_fault(
             assert caught.value.cause == "stuck"
 
     asyncio.run(run())
+
+
+def test_the_process_backend_removes_the_folders_of_dead_owners(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layer: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    dead = tmp_path / "skyrl-process-abc.run.4194304.1.abcdef"
+    (dead / "testbed").mkdir(parents=True)
+    others = {"skyrl-process-plain", "unrelated.run.4194304.1.abcdef"}
+    for name in others:
+        (tmp_path / name).mkdir()
+    backend = Backend("process", quiet_process_provider, "", layer)
+
+    async def run() -> None:
+        async with backend.make() as first:
+            assert not dead.exists()
+            await first.create(backend.spec())
+            (ours,) = set(os.listdir(tmp_path)) - others - {"layer"}
+            assert str(os.getpid()) in ours.split(".")
+            async with backend.make():  # another run starts beside this one
+                assert (tmp_path / ours / "testbed").is_dir()
+
+    asyncio.run(run())
+    assert set(os.listdir(tmp_path)) == others | {"layer"}

@@ -134,6 +134,18 @@ def test_echo_of_the_prompt(url):
             {"sampling_params": {"max_new_tokens": 1, "stop_token_ids": [*range(10, 20)]}},
             "at most 8",
         ),
+        (
+            {"sampling_params": {"max_new_tokens": 1, "stop_token_ids": [-1]}},
+            "stop_token_ids must lie in [0, 96)",
+        ),
+        (
+            {"sampling_params": {"max_new_tokens": 1, "stop_token_ids": [3, 96]}},
+            "stop_token_ids must lie in [0, 96)",
+        ),
+        (
+            {"sampling_params": {"max_new_tokens": 1, "stop_token_ids": [1 << 40]}},
+            "stop_token_ids must lie in",
+        ),
         ({"input_ids": []}, "non-empty"),
         ({"input_ids": [96]}, "[0, 96)"),
         ({"input_ids": [-1]}, "[0, 96)"),
@@ -236,10 +248,13 @@ def test_update_weights_and_its_failures(url, models, tmp_path):
     corrupt = running.save_model(tmp_path / "corrupt")
     (corrupt / "model.safetensors").write_bytes(b"\xff" * 100)
     nan = running.save_model(tmp_path / "nan", scale=float("nan"))
+    listed = running.save_model(tmp_path / "listed")
+    (listed / "config.json").write_text("[]")
     for path, text in (
         (corrupt, "cannot read"),
         (tmp_path / "absent", "config.json is missing"),
         (nan, "not finite"),
+        (listed, "config.json must hold a JSON object, it holds a list"),
     ):
         answer = post(update, {"model_path": str(path), "weight_version": "9"})
         assert answer.status_code == 400

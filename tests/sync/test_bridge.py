@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import errno
 import json
 import os
 import subprocess
@@ -108,6 +109,19 @@ def test_params_survive_bit_for_bit(tmp_path, weights):
         "bit_sum": host_bit_sum(leaf),
     }
     assert len(manifest["probe"]["logprobs"]) == len(PROBE) - 1
+
+
+def test_a_full_disk_at_the_export_is_said(tmp_path, weights, monkeypatch):
+    store = FolderStore(tmp_path / "w")
+    with Publisher(tiny.CFG, store) as publisher:
+        version = publisher.publish(weights[0], 3, PROBE)
+
+    def full(*args, **kwargs):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(hf, "save_hf", full)
+    with pytest.raises(WeightsError, match=rf"version 3 .* under {tmp_path}/hf: .*No space left"):
+        Bridge(store, [], tmp_path / "hf").export(version)
 
 
 def test_bit_sum_by_hand():

@@ -1,5 +1,6 @@
 """A version is visible only when whole."""
 
+import errno
 import json
 
 import pytest
@@ -119,3 +120,44 @@ def test_big_numbers_sort_by_value(tmp_path):
         store.publish(number, writer(), {})
     assert store.latest().number == 1000000
     assert json.loads((store.latest().path / "manifest.json").read_text())["version"] == 1000000
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        ValueError(
+            'RESOURCE_EXHAUSTED: Failed writing: "x" [OS error 28: No space left on device]'
+        ),
+    ],
+)
+def test_a_full_disk_is_said_and_complete_versions_stay(tmp_path, error):
+    store = FolderStore(tmp_path / "w")
+
+    def fails(folder):
+        writer()(folder)
+        raise error
+
+    with pytest.raises(WeightsError, match="there is no complete one"):
+        store.publish(1, fails, {})
+    store.publish(1, writer(), {})
+    text = rf"cannot write weight version 2: the disk under {tmp_path}/w is full; .* one is 1$"
+    with pytest.raises(WeightsError, match=text):
+        store.publish(2, fails, {})
+    assert [path.name for path in (tmp_path / "w").iterdir()] == ["v000001"]
+    store.manifest(store.publish(2, writer(), {}))
+
+
+def test_another_failure_of_the_disk_is_quoted_and_a_bug_is_not_hidden(tmp_path):
+    store = FolderStore(tmp_path)
+
+    def raises(error):
+        def write(folder):
+            raise error
+
+        return write
+
+    with pytest.raises(WeightsError, match=r"version 1: \[Errno 5\] broken; there is no"):
+        store.publish(1, raises(OSError(errno.EIO, "broken")), {})
+    with pytest.raises(ValueError, match="a bug"):
+        store.publish(1, raises(ValueError("a bug")), {})
