@@ -9,6 +9,7 @@ Everything here is stdlib + numpy, so that a rollout host needs no accelerator l
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -155,11 +156,19 @@ class Score:
 
     ``verdict``: "resolved", "unresolved", "empty", "no_apply", "tampered", "timeout", "agent".
     Example: ``Score(value=1.0, verdict="resolved", breakdown={"f2p_passed": 2})``.
+
+    Raises:
+        ValueError: ``value`` is not finite (one NaN would make a whole group's advantages NaN).
     """
 
     value: float
     verdict: str
     breakdown: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        """Refuse a reward that is no number."""
+        if not math.isfinite(self.value):
+            raise ValueError(f"score {self.value!r} ({self.verdict}): a reward must be finite")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

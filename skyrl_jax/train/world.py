@@ -95,6 +95,8 @@ async def open_world(
         cache: shared over runs: base image, task trees, validation results.
         say: tells a person what is happening.
     """
+    for url in config.engine.servers:
+        await check_server(url)  # now, not after a warm start of minutes
     async with AsyncExitStack() as stack:
         run_id = hashlib.sha256(str(workdir).encode()).hexdigest()[:12]
         provider = make_provider(config.sandbox, run_id=run_id, cache_dir=cache)
@@ -227,6 +229,23 @@ def _open_tokenizer(config: RunConfig, workdir: Path, cache: Path, suite: SweSui
     tokenizer = load_or_train(corpus, config.model.vocab_size, cache / "tokenizers")
     tokenizer.save(path)
     return tokenizer
+
+
+async def check_server(url: str, *, timeout_s: float = 10.0) -> None:
+    """Make sure that a configured server is there and speaks our contract.
+
+    Raises:
+        GenerationError: it does not answer /model_info in time.
+    """
+    async with SGLangGenerator(url, control_timeout_s=timeout_s) as client:
+        try:
+            await client.model_info()
+        except GenerationError as error:
+            raise GenerationError(
+                f"engine.servers names {url}, which is not there: {error}. Start it first, or "
+                "leave engine.servers empty to use the embedded engine",
+                cause=error.cause,
+            ) from None
 
 
 async def _open_server(

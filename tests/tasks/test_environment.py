@@ -62,6 +62,8 @@ def test_errors_are_one_clear_line_and_an_untouched_tree_gives_an_empty_diff(tmp
         ToolCall(name="str_replace_editor", arguments={"path": path, "old_str": "zz"}),
         ToolCall(name="str_replace_editor", arguments={"path": "", "old_str": "zz"}),
         ToolCall(name="str_replace_editor", arguments={"path": "a\0b"}),
+        ToolCall(name="str_replace_editor", arguments={"path": path, "old_str": "a\ud800"}),
+        bash("echo \udcff"),
         ToolCall(
             name="str_replace_editor",
             arguments={"path": path, "old_str": "x" * (MAX_ARGUMENT + 1)},

@@ -122,7 +122,13 @@ def test_an_edit_runs_the_tests_in_the_same_process(tree):
         (("create", "app/nums.py", "x"), "exists: app/nums.py"),
         (("insert", "app/nums.py", "9", "x"), "insert_line must be 0 to 2"),
         (("insert", "app/nums.py", "x", "x"), "insert_line must be 0 to 2"),
+        (("insert", "app/nums.py", "-1", "x"), "insert_line must be 0 to 2"),
+        (("insert", "app/nums.py", "\u00b2", "x"), "insert_line must be 0 to 2"),
+        (("insert", "app/nums.py", "9" * 5000, "x"), "insert_line must be 0 to 2"),
         (("view", "app/nums.py", "x"), "view_range must be two line numbers"),
+        (("view", "app/nums.py", "\u00b2"), "view_range must be two line numbers"),
+        (("view", "app/nums.py", "1", "--1"), "view_range must be two line numbers"),
+        (("view", "app/nums.py", "1", "9" * 5000), "view_range must be two line numbers"),
     ],
 )
 def test_a_refused_edit_says_why_and_changes_nothing(tree, arguments, answer):

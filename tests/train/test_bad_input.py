@@ -75,6 +75,18 @@ def test_port_in_use_is_one_clear_line(tmp_path):
     assert "Traceback" not in result.stderr
 
 
+def test_a_configured_server_that_is_not_there_is_named_before_anything_is_made(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{free.getsockname()[1]}"
+        argv = command(tmp_path / "run", f"--config.engine.servers=('{url}',)")
+        result = finish(argv)  # bound and not listening: refused
+    assert result.returncode == 2, result.stdout + result.stderr
+    assert f"engine.servers names {url}" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "run" / "tasks.json").exists()
+
+
 @pytest.mark.timeout(400)
 @pytest.mark.xdist_group("whole_run")
 def test_damaged_newest_checkpoint_falls_back_to_the_one_before_and_says_so(tmp_path):

@@ -201,7 +201,9 @@ def _check(call: ToolCall) -> str:
     for name, value in call.arguments.items():
         if "\0" in value:
             return f"error: {name} holds a zero byte"
-        if len(value.encode("utf-8", "replace")) > MAX_ARGUMENT:
+        if any("\ud800" <= letter <= "\udfff" for letter in value):
+            return f"error: {name} holds half of a surrogate pair, which is no text"
+        if len(value.encode()) > MAX_ARGUMENT:
             return f"error: {name} is longer than {MAX_ARGUMENT} bytes"
     return ""
 

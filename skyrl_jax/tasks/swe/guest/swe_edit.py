@@ -18,6 +18,14 @@ class RefusedError(Exception):
     """The edit cannot be done; the text says why."""
 
 
+def _number(text, why):
+    """Return a line number; ``int`` alone takes signs, spaces and digits of other scripts."""
+    digits = text[1:] if text.startswith("-") else text
+    if not (digits.isascii() and digits.isdecimal() and len(digits) < 10):
+        raise RefusedError(why)
+    return int(text)
+
+
 def _read(path):
     try:
         if os.path.isdir(path):
@@ -70,11 +78,13 @@ def create(path, text):
 def insert(path, line, text):
     """Insert ``text`` after line number ``line`` (0 = at the top)."""
     lines = _read(path).splitlines(keepends=True)
-    if not line.isdigit() or int(line) > len(lines):
-        raise RefusedError("insert_line must be 0 to " + str(len(lines)))
+    why = "insert_line must be 0 to " + str(len(lines))
+    at = _number(line, why)
+    if not 0 <= at <= len(lines):
+        raise RefusedError(why)
     if lines and not lines[-1].endswith("\n"):
         lines[-1] += "\n"
-    lines.insert(int(line), text if text.endswith("\n") else text + "\n")
+    lines.insert(at, text if text.endswith("\n") else text + "\n")
     _save(path, "".join(lines))
     return "ok"
 
@@ -86,9 +96,9 @@ def view(path, first="1", last="-1"):
         marked = [name + "/" if os.path.isdir(os.path.join(path, name)) else name for name in names]
         return "\n".join(marked)
     lines = _read(path).splitlines()
-    if not first.isdigit() or not last.lstrip("-").isdigit():
-        raise RefusedError("view_range must be two line numbers")
-    start, end = max(1, int(first)), len(lines) if int(last) < 0 else min(int(last), len(lines))
+    why = "view_range must be two line numbers"
+    start, end = max(1, _number(first, why)), _number(last, why)
+    end = len(lines) if end < 0 else min(end, len(lines))
     return "\n".join(str(at) + "\t" + lines[at - 1] for at in range(start, end + 1))
 
 
