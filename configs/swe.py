@@ -90,10 +90,12 @@ def _quickstart() -> ConfigDict:
     c.objective.reduction_norm = 1.0
     c.objective.permute_rewards = False
     c.objective.masked_reasons = ()
+    c.objective.zeroed_reasons = ("turns", "context")
 
     c.rollout = ConfigDict()
     c.rollout.tasks_per_step = 16
     c.rollout.samples_per_task = 8
+    c.rollout.revisit_fraction = 0.5
     c.rollout.temperature = 1.0
     c.rollout.top_p = 1.0
     c.rollout.top_k = -1
@@ -133,7 +135,7 @@ def _quickstart() -> ConfigDict:
     c.sandbox.best_effort = True
 
     c.tasks = ConfigDict(
-        dict(source="synthetic", train=512, heldout=136, unseen=64, templates=25, seed=0)
+        dict(source="synthetic", train=1024, heldout=136, unseen=64, templates=25, seed=0)
     )
 
     c.sft = ConfigDict()
@@ -141,19 +143,20 @@ def _quickstart() -> ConfigDict:
     c.sft.lr = 4e-3
     c.sft.warmup_steps = 10
     c.sft.batch_size = 32
+    c.sft.played = 360
     c.sft.openings = 4000
     c.sft.rewrite_steps = 40
     c.sft.prompt_loss_weight = 0.3
-    c.sft.target_success = 0.25
-    c.sft.probe_from = 450
+    c.sft.target_success = 0.23
+    c.sft.probe_from = 350
     c.sft.probe_every = 50
-    c.sft.probe_episodes = 192
+    c.sft.probe_episodes = 384
 
     c.eval = ConfigDict(dict(episodes=512, unseen_episodes=128, greedy=True, temperature=1.0))
 
     c.train = ConfigDict()
     c.train.steps = 220
-    c.train.time_limit_s = 1020.0  # leaves room for the last evaluation within 20 minutes
+    c.train.time_limit_s = 1080.0  # leaves room for the last evaluation within 20 minutes
     c.train.checkpoint_every = 5
     c.train.keep_checkpoints = 3
     c.train.keep_weight_versions = 3
@@ -218,8 +221,9 @@ def _qwen3_8b() -> ConfigDict:
     c.learner.update(row_length=32_768, micro_rows=16, remat="full", logprob_chunk=1024)
     c.learner.update(updates_per_batch=1)
     c.objective.update(clip_low=0.2, clip_high=0.2, dual_clip=3.0, kl_coef=0.001, kl_kind="k3")
-    c.objective.update(normalize_std=True, reduction="token_mean")
+    c.objective.update(normalize_std=True, reduction="token_mean", zeroed_reasons=())
     c.rollout.update(tasks_per_step=32, samples_per_task=8, max_turns=25, live_sandboxes=64)
+    c.rollout.update(revisit_fraction=0.0)
     c.rollout.update(max_prompt_tokens=31_232, max_new_tokens=1536, max_episode_tokens=32_768)
     c.rollout.update(init_concurrency=16, grade_concurrency=32)
     c.rollout.update(init_timeout_s=3600.0, run_timeout_s=5400.0, grade_timeout_s=1200.0)

@@ -32,8 +32,8 @@ def counts(trajectory: Trajectory) -> bool:
     return trajectory.score is not None and sampled and not failed
 
 
-def is_masked(episode: Episode, reasons: Seq[str]) -> bool:
-    """Return whether an episode counts in the statistics but not in the loss.
+def was_cut(episode: Episode, reasons: Seq[str]) -> bool:
+    """Return whether an episode was truncated for one of ``reasons``.
 
     ``reasons`` holds truncation reasons ("turns") or their first part ("agent" for any
     "agent:<cause>").
@@ -72,6 +72,25 @@ def group_advantages(
         rollout_id(member.episode): float(value)
         for member, value in zip(members, values, strict=True)
     }
+
+
+def zero_cut(groups: Seq[TrajectoryGroup], reasons: Seq[str]) -> tuple[TrajectoryGroup, ...]:
+    """Give episodes that were truncated for one of ``reasons`` the training reward 0.
+
+    A repair that was never submitted is graded like any other (verdicts stay, and with them the
+    resolved rates). But if it earned the same reward, whatever the agent did after it would be
+    reinforced as much as the repair itself.
+    """
+
+    def reward(member: Trajectory) -> Trajectory:
+        if member.score is None or not was_cut(member.episode, reasons):
+            return member
+        return replace(member, score=replace(member.score, value=min(0.0, member.score.value)))
+
+    return tuple(
+        replace(group, trajectories=tuple(reward(member) for member in group.trajectories))
+        for group in groups
+    )
 
 
 def permute_rewards(groups: Seq[TrajectoryGroup], seed: int) -> tuple[TrajectoryGroup, ...]:

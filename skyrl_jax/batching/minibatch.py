@@ -14,7 +14,13 @@ from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from skyrl_jax.batching.advantages import counts, group_advantages, is_masked, permute_rewards
+from skyrl_jax.batching.advantages import (
+    counts,
+    group_advantages,
+    permute_rewards,
+    was_cut,
+    zero_cut,
+)
 from skyrl_jax.batching.packing import Segment, fits, pack, trained_tokens
 from skyrl_jax.batching.sequences import make_rows
 from skyrl_jax.batching.weights import loss_weights, sft_weights
@@ -61,7 +67,7 @@ def assemble(
 
     Args:
         groups: in a fixed order.
-        objective: advantage, reduction, masked reasons, the permuted control.
+        objective: advantage, reduction, masked and zeroed reasons, the permuted control.
         row_length: tokens per packed row.
         micro_rows: rows per micro-batch.
         updates: mini-batches wanted (fewer when there are fewer rollouts).
@@ -71,6 +77,7 @@ def assemble(
             gradient is the same, the compute less. Default: where neither KL nor entropy, which
             act on such rows too, is in the loss.
     """
+    groups = zero_cut(groups, objective.zeroed_reasons)
     if objective.permute_rewards:
         groups = permute_rewards(groups, seed)
     dropped: Counter[str] = Counter()
@@ -159,7 +166,7 @@ def _units(
             episode = trajectory.episode
             if episode.status is Status.FAILED or not counts(trajectory):
                 dropped["failed"] += sampled_tokens(trajectory)
-            elif is_masked(episode, objective.masked_reasons):
+            elif was_cut(episode, objective.masked_reasons):
                 dropped["filtered"] += sampled_tokens(trajectory)
             else:
                 rows = make_rows(episode)

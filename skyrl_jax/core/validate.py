@@ -45,6 +45,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "objective.reduction_norm": (0, _INF),
     "rollout.tasks_per_step": (1, _INF),
     "rollout.samples_per_task": (2, _INF),
+    "rollout.revisit_fraction": (0, 1),
     "rollout.temperature": (_TINY, 100),
     "rollout.top_p": (_TINY, 1),
     "rollout.top_k": (-1, _INF),
@@ -82,6 +83,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "sft.lr": (0, 1),
     "sft.warmup_steps": (0, _INF),
     "sft.batch_size": (4, _INF),
+    "sft.played": (1, _INF),
     "sft.openings": (1, _INF),
     "sft.rewrite_steps": (0, _INF),
     "sft.prompt_loss_weight": (0, 1),
@@ -98,6 +100,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "train.keep_checkpoints": (1, _INF),
     "train.keep_weight_versions": (1, _INF),
 }
+_REASONS = ("turns", "context", "time", "loop", "agent")  # of truncation; "agent:<cause>" too
 _CHOICES = {
     "objective.advantage": ("grpo", "rloo"),
     "objective.kl_kind": ("k1", "k2", "k3"),
@@ -126,6 +129,7 @@ def validate_config(config: RunConfig) -> RunConfig:
     _check_sampling(config)
     _check_lengths(config)
     _check_counts(config)
+    _check_reasons(config)
     return config
 
 
@@ -175,6 +179,16 @@ def _check_lengths(config: RunConfig) -> None:
             f"model.num_heads = {m.num_heads} must be a multiple of model.num_kv_heads = "
             f"{m.num_kv_heads}"
         )
+
+
+def _check_reasons(config: RunConfig) -> None:
+    for key in ("masked_reasons", "zeroed_reasons"):
+        for reason in getattr(config.objective, key):
+            if reason.split(":")[0] not in _REASONS:
+                known = ", ".join(_REASONS)
+                raise ConfigError(
+                    f"objective.{key}: no episode is truncated for {reason!r}; known: {known}"
+                )
 
 
 def _check_counts(config: RunConfig) -> None:

@@ -20,7 +20,7 @@ from skyrl_jax.train.tracker import read_metrics
 
 # (title, unit, metric names): one chart each, where the run has them.
 CURVES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("Resolved rate", "share of the step's episodes", ("resolved_rate",)),
+    ("Resolved rate", "share of the step's episodes", ("resolved_rate_fresh", "resolved_rate")),
     ("Reward", "mean over the step's episodes", ("reward_mean",)),
     ("Loss", "", ("loss",)),
     ("Entropy", "nats per token", ("entropy_mean",)),

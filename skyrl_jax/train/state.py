@@ -8,18 +8,20 @@ from typing import Any
 
 from skyrl_jax.batching.ledger import Ledger
 from skyrl_jax.core.errors import CheckpointError
+from skyrl_jax.train.curriculum import Curriculum
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostState:
     """Counters of a run after ``step`` finished steps.
 
-    The tasks of a step and every seed follow from (run seed, step), so the step is the data cursor.
+    Every seed follows from (run seed, step), and the tasks of a step from these and ``curriculum``.
 
     Args:
         step: finished RL steps (0: the warm start is done).
         version: the weight version that belongs to the state (one a step).
         ledger: the token ledger.
+        curriculum: which tasks were played, and how they went.
         episodes: episodes played in RL. ``failed``: those that the host side broke.
         mismatch_max: largest ``mismatch_abs_mean`` of any step, nats.
         wall_s: wall time spent, over all processes of the run.
@@ -30,6 +32,7 @@ class HostState:
     step: int = 0
     version: int = 0
     ledger: Ledger = field(default_factory=Ledger)
+    curriculum: Curriculum = field(default_factory=Curriculum)
     episodes: int = 0
     failed: int = 0
     mismatch_max: float = 0.0
@@ -41,6 +44,7 @@ class HostState:
         """Return a JSON object."""
         return asdict(self) | {
             "ledger": self.ledger.to_json(),
+            "curriculum": self.curriculum.to_json(),
             "sft": dict(self.sft),
             "row": dict(self.row),
         }
@@ -53,6 +57,10 @@ class HostState:
             CheckpointError: a field is missing or unknown.
         """
         try:
-            return cls(**{**values, "ledger": Ledger.from_json(values["ledger"])})
-        except (TypeError, KeyError) as error:
+            parts = {
+                "ledger": Ledger.from_json(values["ledger"]),
+                "curriculum": Curriculum.from_json(values["curriculum"]),
+            }
+            return cls(**{**values, **parts})
+        except (TypeError, KeyError, ValueError) as error:
             raise CheckpointError(f"the host state of a checkpoint is not ours: {error}") from error

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,8 @@ from skyrl_jax.actor.collect import Collected, Progress, collect, healthy
 from skyrl_jax.agents.seeds import derive_seed
 from skyrl_jax.batching.minibatch import Assembled, assemble
 from skyrl_jax.core.config import RunConfig
-from skyrl_jax.core.types import Task, Trajectory
+from skyrl_jax.core.types import Task, Trajectory, TrajectoryGroup
+from skyrl_jax.train.curriculum import draw, observe
 from skyrl_jax.train.policy import Policy, rows_per_minibatch
 from skyrl_jax.train.state import HostState
 from skyrl_jax.train.world import World
@@ -26,31 +26,6 @@ class StepOutcome:
     host: HostState
     metrics: dict[str, float]
     trajectories: tuple[Trajectory, ...]
-
-
-def tasks_of_step(tasks: Sequence[Task], count: int, seed: int, step: int) -> list[Task]:
-    """Return the tasks of step ``step`` (from 1): epochs of seeded shuffles, cut into steps.
-
-    Every task occurs once in an epoch, and no task twice in a step: where an epoch ends inside a
-    step, tasks that the step has already wait for the next one.
-    """
-    size = min(count, len(tasks))
-    queue: list[int] = []
-    chosen: list[int] = []
-    epoch = 0
-    for _ in range(step):
-        chosen = []
-        while len(chosen) < size:
-            ready = next((i for i in queue if i not in chosen), None)
-            if ready is None:
-                order = list(range(len(tasks)))
-                random.Random(derive_seed(seed, "epoch", epoch)).shuffle(order)
-                queue += order
-                epoch += 1
-            else:
-                queue.remove(ready)
-                chosen.append(ready)
-    return [tasks[i] for i in chosen]
 
 
 async def run_step(
@@ -66,7 +41,18 @@ async def run_step(
     """
     config, step = world.config, host.step + 1
     marks = [time.perf_counter()]
-    collected = healthy(await _collect(world, step, on_progress))
+    tasks = world.suite.tasks("train")
+    again, fresh, curriculum = draw(
+        host.curriculum,
+        len(tasks),
+        config.rollout.tasks_per_step,
+        config.rollout.revisit_fraction,
+        config.seed,
+        step,
+    )
+    chosen = [*again, *fresh]
+    collected = healthy(await _collect(world, [tasks[at] for at in chosen], step, on_progress))
+    curriculum = observe(curriculum, chosen, collected.groups, step)
     marks.append(time.perf_counter())
     batch = assemble(
         collected.groups,
@@ -88,12 +74,14 @@ async def run_step(
     seconds = {name: marks[i + 1] - marks[i] for i, name in enumerate(parts)}
     trajectories = tuple(item for group in collected.groups for item in group.trajectories)
     metrics = episode_metrics(trajectories) | batch_metrics(batch, config) | learned | seconds
+    metrics |= turn_metrics(collected.groups, len(again))
     metrics["tokens_per_s"] = collected.sampled_tokens / max(1e-9, seconds["wait_s"])
     after = replace(
         host,
         step=step,
         version=step,
         ledger=ledger,
+        curriculum=curriculum,
         episodes=host.episodes + len(trajectories),
         failed=host.failed + sum(collected.failures.values()),
         mismatch_max=max(host.mismatch_max, metrics.get("mismatch_abs_mean", 0.0)),
@@ -103,12 +91,12 @@ async def run_step(
 
 
 async def _collect(
-    world: World, step: int, on_progress: Callable[[Progress], None] | None
+    world: World,
+    tasks: Sequence[Task],
+    step: int,
+    on_progress: Callable[[Progress], None] | None,
 ) -> Collected:
     rollout = world.config.rollout
-    tasks = tasks_of_step(
-        world.suite.tasks("train"), rollout.tasks_per_step, world.config.seed, step
-    )
     return await collect(
         tasks,
         rollout.samples_per_task,
@@ -139,6 +127,20 @@ def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         metrics[name] = value
     for name, value in _shares([f"verdict/{score.verdict}" for _, score in scored]).items():
         metrics[name] = value
+    return metrics
+
+
+def turn_metrics(groups: Sequence[TrajectoryGroup], revisited: int) -> dict[str, float]:
+    """Return how many tasks were played again, and the resolved rate of the fresh ones.
+
+    Tasks are played again since they are neither hopeless nor easy, so only the fresh ones, whose
+    turn it was, tell how the policy does on the training tasks. Without any there is no figure.
+    """
+    scores = [t.score for group in groups[revisited:] for t in group.trajectories if t.score]
+    metrics = {"revisited_tasks": float(revisited)}
+    if scores:
+        resolved = sum(score.verdict == "resolved" for score in scores)
+        metrics["resolved_rate_fresh"] = resolved / len(scores)
     return metrics
 
 

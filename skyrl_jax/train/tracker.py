@@ -2,6 +2,7 @@
 
 Names the report knows (others are kept and drawn under "more"):
     resolved_rate, reward_mean             fractions over the step's episodes
+    resolved_rate_fresh                    of the tasks whose turn it was (not played again)
     loss, entropy_mean, mismatch_abs_mean  learner; entropy and mismatch in nats
     clip_low_fraction, clip_high_fraction  share of trained tokens where the clip stops the gradient
     wait_s, pack_s, step_s, publish_s, checkpoint_s, wall_s     the split of a step's wall time

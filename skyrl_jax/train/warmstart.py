@@ -2,23 +2,24 @@
 
 The loss covers the actions (weight 1) and the prompts (a smaller weight, as language modelling).
 The first ``rewrite_steps`` steps are rewrites alone; then each batch mixes the three kinds. It
-stops at the first probe whose sampled success on training tasks reaches the target.
+stops at the first probe whose sampled success reaches the target, on training tasks of all
+mutation kinds that were not played as demonstrations.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from skyrl_jax.actor.collect import collect, healthy
 from skyrl_jax.agents.seeds import derive_seed
 from skyrl_jax.batching.minibatch import assemble_sft
-from skyrl_jax.core.types import Batch, Episode
+from skyrl_jax.core.types import Batch, Episode, Task
 from skyrl_jax.tasks.swe.demos import opening_tasks
 from skyrl_jax.tasks.swe.shape import body_shape
 from skyrl_jax.train import demonstrations
-from skyrl_jax.train.evaluate import score_groups
 from skyrl_jax.train.policy import Policy
 from skyrl_jax.train.workdir import write_json
 from skyrl_jax.train.world import Say, World
@@ -31,6 +32,11 @@ class Demos:
     played: tuple[Episode, ...]
     openings: tuple[Episode, ...]
     rewrites: tuple[Episode, ...]
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The tasks that were played."""
+        return frozenset(episode.task_id for episode in self.played)
 
     def draw(self, rng: random.Random, size: int, *, rewrites_only: bool) -> list[Episode]:
         """Return a batch: rewrites alone, or a quarter each of played and rewrites + openings."""
@@ -56,7 +62,7 @@ async def warm_start(world: World, policy: Policy, say: Say) -> dict[str, float]
         chosen = demos.draw(rng, cfg.batch_size, rewrites_only=step <= cfg.rewrite_steps)
         metrics = await asyncio.to_thread(policy.sft_update, _batch(world, chosen))
         if step >= cfg.probe_from and (step - cfg.probe_from) % cfg.probe_every == 0:
-            success = await probe(world, policy, step)
+            success = await probe(world, policy, step, demos.names)
             say(f"warm start: step {step}, loss {metrics['loss']:.3f}, success {success:.3f}")
             if success >= cfg.target_success:
                 break
@@ -65,7 +71,8 @@ async def warm_start(world: World, policy: Policy, say: Say) -> dict[str, float]
 
 async def make_demos(world: World) -> Demos:
     """Make the demonstrations of the mutation kinds that the warm start may see."""
-    played = [task for task in world.suite.tasks("train") if task.payload["sft"]]
+    seen = [task for task in world.suite.tasks("train") if task.payload["sft"]]
+    played = seen[: world.config.sft.played]
     avoid = [*world.suite.tasks("heldout"), *world.suite.tasks("unseen")]
     cfg = world.config
     tasks = await asyncio.to_thread(
@@ -80,11 +87,28 @@ async def make_demos(world: World) -> Demos:
     )
 
 
-async def probe(world: World, policy: Policy, step: int) -> float:
-    """Return the sampled success on some training tasks of all mutation kinds."""
+async def probe(world: World, policy: Policy, step: int, played: Collection[str]) -> float:
+    """Return the sampled success on training tasks that were not played as demonstrations.
+
+    A third of ``probe_episodes`` comes first; only where that reaches the target do the others
+    follow, and the rate of all is returned: a lucky first third does not end the warm start.
+    """
+    cfg = world.config.sft
     await world.serve(policy.params, 0)
-    every = list(world.suite.tasks("train"))
-    tasks = random.Random(0).sample(every, min(world.config.sft.probe_episodes, len(every)))
+    every = world.suite.tasks("train")
+    rest = [task for task in every if task.task_id not in played] or list(every)
+    random.Random(derive_seed(world.config.seed, "probe", step)).shuffle(rest)
+    tasks, screen = rest[: cfg.probe_episodes], -(-cfg.probe_episodes // 3)
+    first = await _resolved(world, tasks[:screen], step)
+    rate = sum(first) / len(first)
+    if rate < cfg.target_success or len(tasks) <= screen:
+        return rate
+    both = [*first, *await _resolved(world, tasks[screen:], step)]
+    return sum(both) / len(both)
+
+
+async def _resolved(world: World, tasks: Sequence[Task], step: int) -> list[float]:
+    """Play each task once and return the scores."""
     collected = await collect(
         tasks,
         1,
@@ -94,7 +118,12 @@ async def probe(world: World, policy: Policy, step: int) -> float:
         agent=world.agent(f"probe/{step}"),
         rollout=world.config.rollout,
     )
-    return score_groups("probe", healthy(collected).groups).rate
+    return [
+        item.score.value
+        for group in healthy(collected).groups
+        for item in group.trajectories
+        if item.score is not None
+    ]
 
 
 def _batch(world: World, episodes: list[Episode]) -> Batch:

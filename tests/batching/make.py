@@ -69,5 +69,6 @@ def objective(**changes) -> ObjectiveConfig:
         "dual_clip": 0.0, "kl_coef": 0.0, "kl_kind": "k3", "entropy_coef": 0.0,
         "reduction": "token_mean", "reduction_norm": 0.0, "permute_rewards": False,
         "masked_reasons": (),
+        "zeroed_reasons": (),
     }  # fmt: skip
     return ObjectiveConfig(**{**values, **changes})

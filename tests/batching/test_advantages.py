@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_jax.batching.advantages import group_advantages, is_masked, permute_rewards
+from skyrl_jax.batching.advantages import group_advantages, permute_rewards, was_cut, zero_cut
 from skyrl_jax.core.errors import ConfigError
 from skyrl_jax.core.types import Status, TrajectoryGroup
 from tests.batching.make import episode, group, trajectory, turn
@@ -96,7 +96,20 @@ def test_masked_reasons() -> None:
     def ended(reason, status=Status.TRUNCATED):
         return episode(status=status, reason=reason)
 
-    assert is_masked(ended("turns"), ["turns", "agent"])
-    assert is_masked(ended("agent:gone"), ["agent"])
-    assert not is_masked(ended("time"), ["turns"])
-    assert not is_masked(ended("submit", Status.FINISHED), ["submit"])
+    assert was_cut(ended("turns"), ["turns", "agent"])
+    assert was_cut(ended("agent:gone"), ["agent"])
+    assert not was_cut(ended("time"), ["turns"])
+    assert not was_cut(ended("submit", Status.FINISHED), ["submit"])
+
+
+def test_a_cut_repair_earns_nothing_in_training_and_stays_resolved() -> None:
+    members = [
+        trajectory(1, index=0),
+        trajectory(1, index=1, status=Status.TRUNCATED, reason="turns"),
+        trajectory(1, index=2, status=Status.TRUNCATED, reason="time"),
+        trajectory(-1, index=3, status=Status.TRUNCATED, reason="turns"),
+        trajectory(None, index=4),
+    ]
+    (made,) = zero_cut([TrajectoryGroup(task_id="t", trajectories=tuple(members))], ("turns",))
+    assert [t.score and t.score.value for t in made.trajectories] == [1, 0, 1, -1, None]
+    assert made.trajectories[1].score.verdict == "resolved"

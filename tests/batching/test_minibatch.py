@@ -78,6 +78,15 @@ def test_every_filter_is_in_the_ledger() -> None:
     assert made.stats["mixed_groups"] == 1 and made.stats["mixed_group_fraction"] == 0.5
 
 
+def test_zeroed_reasons_make_a_solved_but_unsubmitted_group_mixed() -> None:
+    cut = trajectory(1, turn([1, 2], [3, 4]), index=1, status=Status.TRUNCATED, reason="turns")
+    done = trajectory(1, turn([1, 2], [3, 4]), index=0)
+    groups = [TrajectoryGroup(task_id="t", trajectories=(done, cut))]
+    assert build(groups).stats["mixed_groups"] == 0
+    (batch,) = build(groups, zeroed_reasons=("turns",)).minibatches
+    assert sorted(set(batch.advantages[batch.loss_weights > 0])) == [-0.5, 0.5]
+
+
 def test_leaving_idle_rows_out_changes_no_weight_of_the_others() -> None:
     groups = [group([1, 0], "a"), group([1, 1], "b")]
     lean, full = build(groups), build(groups, skip_zero=False)

@@ -119,7 +119,13 @@ def test_a_number_that_is_not_finite_is_refused(value):
 
 @pytest.mark.parametrize(
     ("key", "value"),
-    [("name", "../x"), ("engine.servers", ("not a url",)), ("engine.servers", ("ftp://x",))],
+    [
+        ("name", "../x"),
+        ("engine.servers", ("not a url",)),
+        ("engine.servers", ("ftp://x",)),
+        ("objective.masked_reasons", ("submit",)),
+        ("objective.zeroed_reasons", ("turn",)),
+    ],
 )
 def test_names_and_addresses_of_the_wrong_form_are_refused(key, value):
     values = get_config("quickstart")

@@ -67,6 +67,7 @@ def objective():
         reduction_norm=1.0,
         permute_rewards=False,
         masked_reasons=(),
+        zeroed_reasons=(),
     )
 
 

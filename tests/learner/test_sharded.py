@@ -23,7 +23,7 @@ learner = LearnerConfig(lr=1e-2, warmup_steps=0, weight_decay=0.0, beta1=0.9, be
     epochs_per_batch=1, logprob_chunk=16, remat="full")
 objective = ObjectiveConfig(advantage="grpo", normalize_std=True, clip_low=0.2, clip_high=0.28,
     dual_clip=0.0, kl_coef=0.0, kl_kind="k3", entropy_coef=0.0, reduction="token_mean",
-    reduction_norm=1.0, permute_rewards=False, masked_reasons=())
+    reduction_norm=1.0, permute_rewards=False, masked_reasons=(), zeroed_reasons=())
 rng = np.random.default_rng(0)
 shape = (8, 16)
 weights = rng.uniform(0, 0.02, shape).astype(np.float32)
