@@ -257,8 +257,9 @@ PARTS: tuple[Part, ...] = (
     ),
     Part(
         name="exactness",
-        promise="lr 0 leaves parameters bit-equal; same ids in any slot beside any request",
+        promise="lr 0: ten steps bit-equal, at T 0.6; same ids in any slot beside any request",
         run=named_tests(
+            "test_zero_lr_job_at_temperature_0_6_keeps_every_bit",
             "test_zero_lr_keeps_every_bit",
             "test_in_every_slot",
             "test_beside_thirty_others_in_any_order",

@@ -63,7 +63,7 @@ def _quickstart() -> ConfigDict:
     c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1, context=1))
 
     c.learner = ConfigDict()
-    c.learner.lr = 3e-4
+    c.learner.lr = 6e-5
     c.learner.warmup_steps = 0
     c.learner.weight_decay = 0.0
     c.learner.beta1 = 0.9
@@ -95,7 +95,7 @@ def _quickstart() -> ConfigDict:
     c.rollout = ConfigDict()
     c.rollout.tasks_per_step = 16
     c.rollout.samples_per_task = 8
-    c.rollout.revisit_fraction = 0.5
+    c.rollout.revisit_fraction = 0.75
     c.rollout.temperature = 1.0
     c.rollout.top_p = 1.0
     c.rollout.top_k = -1
