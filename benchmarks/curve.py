@@ -1,4 +1,4 @@
-"""Draw the resolved rate of one or more runs as a stand-alone SVG for README.md.
+"""Draw the resolved rate of runs on fresh training tasks: a stand-alone SVG for README.md.
 
 Command: ``python benchmarks/curve.py docs/curve.svg runs/seed-0 runs/seed-1 ...``
 """
@@ -20,11 +20,12 @@ _STYLE = (
 
 
 def draw(workdirs: Sequence[Path]) -> str:
-    """Return the SVG: each run's resolved rate over steps as its moving mean."""
+    """Return the SVG: each run's resolved rate on fresh tasks over steps as its moving mean."""
     series = []
     for workdir in workdirs:
         rows = read_metrics(workdir / "metrics.jsonl")
-        points = [(row["step"], row["resolved_rate"]) for row in rows if "resolved_rate" in row]
+        name = "resolved_rate_fresh"
+        points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
         series.append(Series(name=workdir.name, points=moving_mean(points)))
     names = "".join(
         f'<text x="{WIDTH - 14}" y="{HEIGHT - 34 - 14 * i}" text-anchor="end" '

@@ -148,14 +148,14 @@ def _quickstart() -> ConfigDict:
     c.sft.rewrite_steps = 40
     c.sft.prompt_loss_weight = 0.3
     c.sft.target_success = 0.23
-    c.sft.probe_from = 350
+    c.sft.probe_from = 400
     c.sft.probe_every = 50
     c.sft.probe_episodes = 384
 
     c.eval = ConfigDict(dict(episodes=512, unseen_episodes=128, greedy=True, temperature=1.0))
 
     c.train = ConfigDict()
-    c.train.steps = 220
+    c.train.steps = 240
     c.train.time_limit_s = 1080.0  # leaves room for the last evaluation within 20 minutes
     c.train.checkpoint_every = 5
     c.train.keep_checkpoints = 3

@@ -2,15 +2,16 @@
 
 The loss covers the actions (weight 1) and the prompts (a smaller weight, as language modelling).
 The first ``rewrite_steps`` steps are rewrites alone; then each batch mixes the three kinds. It
-stops at the first probe whose sampled success reaches the target, on training tasks of all
-mutation kinds that were not played as demonstrations.
+stops at the first probe whose sampled success reaches the target. The script plays tasks from the
+head of the training split, probes draw from the tail behind them: all mutation kinds in their usual
+shares, and no task that was a demonstration.
 """
 
 from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from skyrl_jax.actor.collect import collect, healthy
@@ -27,16 +28,15 @@ from skyrl_jax.train.world import Say, World
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Demos:
-    """The demonstrations of a warm start, by kind."""
+    """The demonstrations of a warm start, by kind.
 
+    ``head``: how many training tasks, from the first on, the played ones were chosen from.
+    """
+
+    head: int
     played: tuple[Episode, ...]
     openings: tuple[Episode, ...]
     rewrites: tuple[Episode, ...]
-
-    @property
-    def names(self) -> frozenset[str]:
-        """The tasks that were played."""
-        return frozenset(episode.task_id for episode in self.played)
 
     def draw(self, rng: random.Random, size: int, *, rewrites_only: bool) -> list[Episode]:
         """Return a batch: rewrites alone, or a quarter each of played and rewrites + openings."""
@@ -62,7 +62,7 @@ async def warm_start(world: World, policy: Policy, say: Say) -> dict[str, float]
         chosen = demos.draw(rng, cfg.batch_size, rewrites_only=step <= cfg.rewrite_steps)
         metrics = await asyncio.to_thread(policy.sft_update, _batch(world, chosen))
         if step >= cfg.probe_from and (step - cfg.probe_from) % cfg.probe_every == 0:
-            success = await probe(world, policy, step, demos.names)
+            success = await probe(world, policy, step, demos.head)
             say(f"warm start: step {step}, loss {metrics['loss']:.3f}, success {success:.3f}")
             if success >= cfg.target_success:
                 break
@@ -71,8 +71,8 @@ async def warm_start(world: World, policy: Policy, say: Say) -> dict[str, float]
 
 async def make_demos(world: World) -> Demos:
     """Make the demonstrations of the mutation kinds that the warm start may see."""
-    seen = [task for task in world.suite.tasks("train") if task.payload["sft"]]
-    played = seen[: world.config.sft.played]
+    every = world.suite.tasks("train")
+    seen = [at for at, task in enumerate(every) if task.payload["sft"]][: world.config.sft.played]
     avoid = [*world.suite.tasks("heldout"), *world.suite.tasks("unseen")]
     cfg = world.config
     tasks = await asyncio.to_thread(
@@ -81,14 +81,15 @@ async def make_demos(world: World) -> Demos:
     shapes = {body_shape(str(task.payload["function"])) for task in tasks}
     write_json(world.workdir / "eval" / "opening_shapes.json", sorted(shapes))
     return Demos(
-        played=tuple(await demonstrations.play(world, played)),
+        head=seen[-1] + 1 if seen else 0,
+        played=tuple(await demonstrations.play(world, [every[at] for at in seen])),
         openings=tuple(demonstrations.opening(world.renderer, task) for task in tasks),
         rewrites=tuple(demonstrations.rewrite(world.renderer, task) for task in tasks),
     )
 
 
-async def probe(world: World, policy: Policy, step: int, played: Collection[str]) -> float:
-    """Return the sampled success on training tasks that were not played as demonstrations.
+async def probe(world: World, policy: Policy, step: int, head: int) -> float:
+    """Return the sampled success on training tasks behind the first ``head`` (all, if none is).
 
     A third of ``probe_episodes`` comes first; only where that reaches the target do the others
     follow, and the rate of all is returned: a lucky first third does not end the warm start.
@@ -96,7 +97,7 @@ async def probe(world: World, policy: Policy, step: int, played: Collection[str]
     cfg = world.config.sft
     await world.serve(policy.params, 0)
     every = world.suite.tasks("train")
-    rest = [task for task in every if task.task_id not in played] or list(every)
+    rest = list(every[head:] or every)
     random.Random(derive_seed(world.config.seed, "probe", step)).shuffle(rest)
     tasks, screen = rest[: cfg.probe_episodes], -(-cfg.probe_episodes // 3)
     first = await _resolved(world, tasks[:screen], step)

@@ -9,7 +9,7 @@ import xml.dom.minidom
 def test_curve_of_two_runs(tmp_path, repo_root, child_env):
     for name in ("a", "b<c>"):
         (tmp_path / name).mkdir()
-        rows = [{"step": step, "resolved_rate": step / 20} for step in range(1, 11)]
+        rows = [{"step": step, "resolved_rate_fresh": step / 20} for step in range(1, 11)]
         text = "".join(json.dumps(row) + "\n" for row in rows)
         (tmp_path / name / "metrics.jsonl").write_text(text)
     out = tmp_path / "curve.svg"
