@@ -4,6 +4,8 @@ SHELL := /bin/bash
 VENV ?= .venv
 export VENV
 PY := $(VENV)/bin/python
+# Config and preset: make train CONFIG=configs/swe.py:quickstart
+CONFIG ?= configs/swe.py
 # Extra arguments of the run: make train ARGS="--workdir=runs/one --config.seed=1"
 ARGS ?=
 # Extra arguments of pytest: make test TESTS="tests/rl -k clip"
@@ -15,10 +17,10 @@ export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
 .PHONY: help setup setup-test train test lint format verify-%
 
 help:
-	@echo "make train  set up, then run the main job (ARGS=... adds flags)"
+	@echo "make train  set up, then run the main job (CONFIG=... picks a preset, ARGS=... adds flags)"
 	@echo "make test   set up, then run every test (TESTS=... picks some)"
 	@echo "make setup  set up alone: Debian packages as root, .venv, the sandbox base image"
-	@echo "make lint   format check, lint, types, floors and wings"
+	@echo "make lint   format check, lint, types, import rules"
 	@echo "make verify-01-main-job  measure what the main job promises; writes docs/verify/"
 
 setup:
@@ -28,7 +30,7 @@ setup-test:
 	@.ci/setup test
 
 train: setup
-	$(PY) launchers/train.py --config=configs/swe.py $(ARGS)
+	$(PY) launchers/train.py --config=$(CONFIG) $(ARGS)
 
 test: setup-test
 	$(PY) .ci/with_docker.py $(PY) -m pytest -n $(WORKERS) --dist=worksteal $(TESTS)

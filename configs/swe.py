@@ -4,11 +4,12 @@ Command    python launchers/train.py --config=configs/swe.py[:PRESET] [--config.
 
 PRESET          hardware                       what it is
 quickstart      2 CPU cores, 20 minutes        tiny policy from scratch, synthetic repos, bwrap
-smollm2_135m    2 CPU cores, hours             a policy of SmolLM2-135M's shape, synthetic tasks
+smollm2_135m    2 CPU cores, hours             SmolLM2-135M's shape; not trained yet
 qwen3_8b        v5e:4x4 or 8 x 80 GB           SkyRL-v0 8B recipe (no thinking)
 qwen3_14b       v5p:2x2x4 or 16 x 80 GB        SkyRL-v0 14B recipe
 qwen3_32b       v5p:2x4x4 or 16 x 80 GB        SA-SWE-32B recipe, rows of 40,960 tokens
 
+This version trains the quick start; it checks the other presets and refuses to train them.
 Without PRESET: quickstart where no accelerator is found, else qwen3_8b; the choice is printed.
 Expected of quickstart: see README.md (measured curve, interval and time).
 """
@@ -195,12 +196,12 @@ def _qwen3_8b() -> ConfigDict:
     This version validates the recipe; it refuses to train it (pretrained weights, the reference
     policy of the KL and docker images of rows are not built yet).
 
-    Deviations from the seed, on purpose:
-      temperature 1.0 and top_p 1, top_k -1, no repetition penalty (seed: 0.6, 0.95, 20, 1.5): with
-        truncated sampling the engine's log-probs are not those of the distribution drawn from;
-      updates_per_batch 1 (the seed made 8 by counting mini-batches without the samples per prompt);
-      rollout log-probs of the engine are used (the seed recomputed them in the trainer);
-      advantages over action tokens only (the seed's reached into tool output).
+    Deviations from the published recipe (SkyRL-v0), on purpose:
+      temperature 1.0 and top_p 1, top_k -1, no repetition penalty (recipe: 0.6, 0.95, 20, 1.5):
+        with truncated sampling the engine's log-probs are not those of the distribution drawn from;
+      updates_per_batch 1 (the recipe made 8, counting mini-batches without the samples per prompt);
+      rollout log-probs of the engine are used (the recipe recomputed them in the trainer);
+      advantages over action tokens only (the recipe's reached into tool output).
     """
     c = _quickstart()
     c.name = "swe-qwen3-8b"
@@ -243,8 +244,8 @@ def _qwen3_8b() -> ConfigDict:
 def _qwen3_14b() -> ConfigDict:
     """SkyRL-v0 14B (thinking): 32 x 8, 35 turns, 31,744 + 3,072 tokens, clip 0.2 / 0.28.
 
-    Deviation beside those of the 8B recipe: the seed used PPO with a critic (GAE, gamma = lambda =
-    1); this preset uses group statistics, which need no critic.
+    Deviation beside those of the 8B recipe: the recipe used PPO with a critic (GAE, gamma =
+    lambda = 1); this preset uses group statistics, which need no critic.
     """
     c = _qwen3_8b()
     c.name = "swe-qwen3-14b"
@@ -261,9 +262,9 @@ def _qwen3_14b() -> ConfigDict:
 def _qwen3_32b() -> ConfigDict:
     """SA-SWE-32B: leave-one-out without std, 64 x 8, 50 turns, rows of 40,960 tokens, no KL.
 
-    The seed limits the first prompt to 8,000 and all that follows to 32,768 tokens; here one limit
-    of 40,960 holds for both, with 4,096 a turn.
-    Reduction: sum over the tokens of a sequence divided by 40,768, mean over sequences. The seed
+    The recipe limits the first prompt to 8,000 and all that follows to 32,768 tokens; here one
+    limit of 40,960 holds for both, with 4,096 a turn.
+    Reduction: sum over the tokens of a sequence divided by 40,768, mean over sequences. The recipe
     drops the gradient of episodes that a budget or the scaffold ended, and keeps their reward in
     the statistics.
     """

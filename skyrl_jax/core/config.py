@@ -81,8 +81,9 @@ class ObjectiveConfig:
     reduction: str  # "token_mean" | "sequence_mean" | "sequence_sum_norm"
     reduction_norm: float  # the constant of sequence_sum_norm, tokens
     permute_rewards: bool  # control run: rewards shuffled over the batch
-    masked_reasons: tuple[str, ...]  # truncation reasons kept in the statistics, not in the loss
-    zeroed_reasons: tuple[str, ...]  # truncation reasons whose reward counts as 0 in training
+    # Of truncated episodes; reasons: turns, context, time, loop, agent or agent:<cause>
+    masked_reasons: tuple[str, ...]  # kept in the statistics, not in the loss
+    zeroed_reasons: tuple[str, ...]  # their reward counts as 0 in training
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +92,7 @@ class RolloutConfig:
 
     tasks_per_step: int
     samples_per_task: int
-    revisit_fraction: float  # at most this share of a step are tasks worth playing again
+    revisit_fraction: float  # share of a step that may be played again (train/curriculum.py)
     temperature: float
     top_p: float
     top_k: int
@@ -166,7 +167,7 @@ class SftConfig:
     lr: float
     warmup_steps: int
     batch_size: int  # demonstrations per step
-    played: int  # training tasks that the script repairs in a sandbox
+    played: int  # training tasks that the script repairs in a sandbox, at most
     openings: int  # instances that are only read: first edits and rewrites are made of them
     rewrite_steps: int  # first steps, on rewrites alone
     prompt_loss_weight: float

@@ -1,4 +1,4 @@
-"""The client of a generation server that speaks SGLang's HTTP contract (sglang_http.md).
+"""The client of a generation server that speaks SGLang's HTTP contract (docs/http.md).
 
 One client talks to one server: a GPU-hosted SGLang or the embedded engine. Tokens in, tokens out;
 every answer is checked before anybody trains on it.

@@ -1,4 +1,4 @@
-"""SGLang's HTTP contract in front of one engine (sglang_http.md names every shape).
+"""SGLang's HTTP contract in front of one engine (docs/http.md names every shape).
 
 Generation: /generate. Control: /abort_request, /pause_generation, /continue_generation,
 /flush_cache, /update_weights_from_disk. Status: /health, /health_generate, /model_info,

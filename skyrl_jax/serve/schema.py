@@ -1,4 +1,4 @@
-"""Judge a /generate body as SGLang's own request schema does (sglang_http.md, "Contract oracle").
+"""Judge a /generate body as SGLang's own request schema does (see docs/http.md).
 
 A violation is HTTP 400 ``{"error": "<text>"}``; the texts follow serde's, as SGLang's do. What the
 schema admits but this engine does not support is refused later, in serve/requests.py.

@@ -8,9 +8,11 @@ group of 0/1 rewards teaches grows with their variance r (1 - r), r being the ta
     step    round(revisit_fraction * tasks_per_step) ready tasks, drawn by w without replacement
             (fewer where fewer are ready), the others fresh from seeded epochs
 
-Every task keeps its turn in the epochs, so one that is hopeless today is tried again. The state is
-a value in the host's checkpoint: a resumed run draws what the uninterrupted one would have drawn.
-With revisit_fraction 0 the epochs alone decide, and every task is played equally often.
+r is the graded success, before ``objective.zeroed_reasons``: a task that is always repaired but not
+always submitted counts as easy. Every task keeps its turn in the epochs, so one that is hopeless
+today is tried again. With revisit_fraction 0 the epochs alone decide, and every task is played
+equally often. The state is a value in the host's checkpoint: a resumed run draws what the
+uninterrupted one would have drawn.
 """
 
 from __future__ import annotations

@@ -111,7 +111,8 @@ async def open_world(
         url = await _open_server(config, workdir, renderer, stack)
         generator = SGLangGenerator(url, timeout_s=config.engine.request_timeout_s, gate_open=False)
         await stack.enter_async_context(generator)
-        bridge = Bridge(store, [generator], workdir / "weights" / "hf")
+        served = {"eos_token_id": renderer.stop_id}
+        bridge = Bridge(store, [generator], workdir / "weights" / "hf", hf_config=served)
         await stack.enter_async_context(bridge)
         yield World(
             config=config,
