@@ -148,7 +148,7 @@ def _quickstart() -> ConfigDict:
     c.sft.openings = 4000
     c.sft.rewrite_steps = 40
     c.sft.prompt_loss_weight = 0.3
-    c.sft.target_success = 0.23
+    c.sft.target_success = 0.21
     c.sft.probe_from = 400
     c.sft.probe_every = 50
     c.sft.probe_episodes = 384
