@@ -184,7 +184,7 @@ def _check_lengths(config: RunConfig) -> None:
 def _check_reasons(config: RunConfig) -> None:
     for key in ("masked_reasons", "zeroed_reasons"):
         for reason in getattr(config.objective, key):
-            if reason.split(":")[0] not in _REASONS:
+            if reason not in _REASONS and not re.fullmatch(r"agent:\w+", reason):
                 known = ", ".join(_REASONS)
                 raise ConfigError(
                     f"objective.{key}: no episode is truncated for {reason!r}; known: {known}"

@@ -3,16 +3,14 @@
 A group whose samples all got the same reward has advantages of 0 and teaches nothing. What a
 group of 0/1 rewards teaches grows with their variance r (1 - r), r being the task's success rate:
 
-    rate    r <- (r + mean reward of the group) / 2, from the first group's mean on
+    rate    r <- (r + mean training reward of the group) / 2, from the first group's mean on
     worth   w = r (1 - r); a task is ready when w >= MIN_WORTH and it rested REST steps
-    step    round(revisit_fraction * tasks_per_step) ready tasks, drawn by w without replacement
-            (fewer where fewer are ready), the others fresh from seeded epochs
+    step    floor(revisit_fraction * tasks_per_step) ready tasks, drawn by w without replacement
+            (fewer where fewer are ready), the others - at least one - fresh from seeded epochs
 
-r is the graded success, before ``objective.zeroed_reasons``: a task that is always repaired but not
-always submitted counts as easy. Every task keeps its turn in the epochs, so one that is hopeless
-today is tried again. With revisit_fraction 0 the epochs alone decide, and every task is played
-equally often. The state is a value in the host's checkpoint: a resumed run draws what the
-uninterrupted one would have drawn.
+Every task keeps its turn in the epochs, so one that is hopeless today is tried again. With
+revisit_fraction 0 the epochs alone decide, and every task is played equally often. The state is a
+value in the host's checkpoint: a resumed run draws what the uninterrupted one would have drawn.
 """
 
 from __future__ import annotations
@@ -23,6 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from skyrl_jax.agents.seeds import derive_seed
+from skyrl_jax.core.errors import DataError
 from skyrl_jax.core.types import TrajectoryGroup
 
 REST = 8  # steps before a task may be revisited
@@ -31,7 +30,10 @@ MIN_WORTH = 0.04  # rates of 0.042 to 0.958
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Seen:
-    """What is known of a played task: its ``rate`` so far and the last ``step`` that played it."""
+    """What is known of a played task: its ``rate`` so far and the last ``step`` that played it.
+
+    The rate of a task whose episodes were all lost by the host side is 0: nothing is known.
+    """
 
     rate: float
     step: int
@@ -42,13 +44,15 @@ class Curriculum:
     """Where the drawing of tasks stands.
 
     Args:
+        total: how many tasks the indices are of (0: none was drawn yet).
         epoch: epochs of fresh tasks begun.
         queue: indices of tasks that still wait in those epochs, in order.
         seen: {index of a task: what is known of it}.
 
-    Example: ``Curriculum(epoch=1, queue=(3, 0), seen={2: Seen(rate=0.5, step=1)})``.
+    Example: ``Curriculum(total=4, epoch=1, queue=(3, 0), seen={2: Seen(rate=0.5, step=1)})``.
     """
 
+    total: int = 0
     epoch: int = 0
     queue: tuple[int, ...] = ()
     seen: Mapping[int, Seen] | None = None
@@ -56,7 +60,7 @@ class Curriculum:
     def to_json(self) -> dict[str, Any]:
         """Return a JSON object."""
         seen = [[at, known.rate, known.step] for at, known in (self.seen or {}).items()]
-        return {"epoch": self.epoch, "queue": list(self.queue), "seen": seen}
+        return {"total": self.total, "epoch": self.epoch, "queue": list(self.queue), "seen": seen}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Curriculum:
@@ -66,7 +70,8 @@ class Curriculum:
             KeyError, TypeError, ValueError: it is of another form.
         """
         seen = {int(at): Seen(rate=float(r), step=int(step)) for at, r, step in values["seen"]}
-        return cls(epoch=int(values["epoch"]), queue=tuple(values["queue"]), seen=seen)
+        total, epoch = int(values["total"]), int(values["epoch"])
+        return cls(total=total, epoch=epoch, queue=tuple(values["queue"]), seen=seen)
 
 
 def draw(
@@ -81,9 +86,17 @@ def draw(
         fraction: at most this share of them is played again.
         seed: of the run.
         step: the step, from 1.
+
+    Raises:
+        DataError: the state is of another number of tasks.
     """
+    if state.total not in (0, total):
+        raise DataError(
+            f"the checkpoint was made with {state.total} training tasks, now there are {total}: "
+            "bring tasks.json of this very run back from a copy"
+        )
     size = min(count, total)
-    again = _again(state, round(fraction * size), seed, step)
+    again = _again(state, min(int(fraction * size), size - 1), seed, step)
     fresh: list[int] = []
     epoch, queue = state.epoch, list(state.queue)
     while len(again) + len(fresh) < size:
@@ -96,21 +109,25 @@ def draw(
         else:
             queue.remove(following)
             fresh.append(following)
-    return again, fresh, replace(state, epoch=epoch, queue=tuple(queue))
+    return again, fresh, replace(state, total=total, epoch=epoch, queue=tuple(queue))
 
 
 def observe(
     state: Curriculum, chosen: Sequence[int], groups: Sequence[TrajectoryGroup], step: int
 ) -> Curriculum:
-    """Return the state that knows the groups of ``chosen``; FAILED members say nothing."""
+    """Return the state that knows the groups of ``chosen``.
+
+    FAILED members say nothing of a task; where all are, its rate stays and it rests all the same.
+    """
     seen = dict(state.seen or {})
     for at, group in zip(chosen, groups, strict=True):
         values = [item.score.value for item in group.trajectories if item.score is not None]
-        if not values:
-            continue
-        rate = min(1.0, max(0.0, sum(values) / len(values)))
-        if at in seen:
-            rate = (seen[at].rate + rate) / 2
+        before = seen[at].rate if at in seen else None
+        if values:
+            rate = min(1.0, max(0.0, sum(values) / len(values)))
+            rate = rate if before is None else (before + rate) / 2
+        else:
+            rate = before or 0.0
         seen[at] = Seen(rate=rate, step=step)
     return replace(state, seen=seen)
 

@@ -63,4 +63,7 @@ class HostState:
             }
             return cls(**{**values, **parts})
         except (TypeError, KeyError, ValueError) as error:
-            raise CheckpointError(f"the host state of a checkpoint is not ours: {error}") from error
+            raise CheckpointError(
+                f"the host state of a checkpoint is not ours ({type(error).__name__}: {error}): "
+                "another version of this program wrote it; start a new --workdir"
+            ) from error

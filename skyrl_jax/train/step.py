@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from skyrl_jax.actor.collect import Collected, Progress, collect, healthy
 from skyrl_jax.agents.seeds import derive_seed
+from skyrl_jax.batching.advantages import zero_cut
 from skyrl_jax.batching.minibatch import Assembled, assemble
 from skyrl_jax.core.config import RunConfig
 from skyrl_jax.core.types import Task, Trajectory, TrajectoryGroup
@@ -28,16 +29,23 @@ class StepOutcome:
     trajectories: tuple[Trajectory, ...]
 
 
+OnProgress = Callable[[Progress], None] | None
+Play = Callable[[World, Sequence[Task], int, OnProgress], Awaitable[Collected]]
+
+
 async def run_step(
     world: World,
     policy: Policy,
     host: HostState,
-    on_progress: Callable[[Progress], None] | None = None,
+    on_progress: OnProgress = None,
+    *,
+    play: Play | None = None,
 ) -> StepOutcome:
     """Play one batch of episodes under the served version and update the policy.
 
     The wall time of each part is in the metrics: wait_s (rollouts), pack_s, step_s, publish_s; the
-    caller adds checkpoint_s and wall_s.
+    caller adds checkpoint_s and wall_s. ``play`` collects the groups of given tasks in another way
+    than through the world's sandboxes and server.
     """
     config, step = world.config, host.step + 1
     marks = [time.perf_counter()]
@@ -51,8 +59,11 @@ async def run_step(
         step,
     )
     chosen = [*again, *fresh]
-    collected = healthy(await _collect(world, [tasks[at] for at in chosen], step, on_progress))
-    curriculum = observe(curriculum, chosen, collected.groups, step)
+    drawn = [tasks[at] for at in chosen]
+    collected = healthy(await (play or _collect)(world, drawn, step, on_progress))
+    # what a group teaches depends on the rewards it trains with
+    trained = zero_cut(collected.groups, config.objective.zeroed_reasons)
+    curriculum = observe(curriculum, chosen, trained, step)
     marks.append(time.perf_counter())
     batch = assemble(
         collected.groups,
@@ -94,7 +105,7 @@ async def _collect(
     world: World,
     tasks: Sequence[Task],
     step: int,
-    on_progress: Callable[[Progress], None] | None,
+    on_progress: OnProgress,
 ) -> Collected:
     rollout = world.config.rollout
     return await collect(

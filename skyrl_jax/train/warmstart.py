@@ -72,7 +72,9 @@ async def warm_start(world: World, policy: Policy, say: Say) -> dict[str, float]
 async def make_demos(world: World) -> Demos:
     """Make the demonstrations of the mutation kinds that the warm start may see."""
     every = world.suite.tasks("train")
-    seen = [at for at, task in enumerate(every) if task.payload["sft"]][: world.config.sft.played]
+    sft = world.config.sft
+    teachable = [bool(task.payload["sft"]) for task in every]
+    seen, head = choose_played(teachable, sft.played, sft.probe_episodes)
     avoid = [*world.suite.tasks("heldout"), *world.suite.tasks("unseen")]
     cfg = world.config
     tasks = await asyncio.to_thread(
@@ -81,25 +83,41 @@ async def make_demos(world: World) -> Demos:
     shapes = {body_shape(str(task.payload["function"])) for task in tasks}
     write_json(world.workdir / "eval" / "opening_shapes.json", sorted(shapes))
     return Demos(
-        head=seen[-1] + 1 if seen else 0,
+        head=head,
         played=tuple(await demonstrations.play(world, [every[at] for at in seen])),
         openings=tuple(demonstrations.opening(world.renderer, task) for task in tasks),
         rewrites=tuple(demonstrations.rewrite(world.renderer, task) for task in tasks),
     )
 
 
-async def probe(world: World, policy: Policy, step: int, head: int) -> float:
-    """Return the sampled success on training tasks behind the first ``head`` (all, if none is).
+def choose_played(teachable: Sequence[bool], played: int, probed: int) -> tuple[list[int], int]:
+    """Return the indices of the tasks to play as demonstrations, and where the tail begins.
 
-    A third of ``probe_episodes`` comes first; only where that reaches the target do the others
+    Args:
+        teachable: of each training task, whether its mutation kind is one to demonstrate.
+        played: demonstrations wanted.
+        probed: tasks wanted for probes.
+
+    The tail (for probes) is at least ``probed`` tasks or half of all, and holds no
+    demonstration; where the head has too few teachable tasks, there are fewer demonstrations.
+    """
+    limit = len(teachable) - min(probed, -(-len(teachable) // 2))
+    chosen = [at for at in range(limit) if teachable[at]][:played]
+    return chosen, chosen[-1] + 1 if chosen else 0
+
+
+async def probe(world: World, policy: Policy, step: int, head: int) -> float:
+    """Return the sampled success on training tasks behind the first ``head``.
+
+    A third of the tasks comes first; only where that reaches the target do the others
     follow, and the rate of all is returned: a lucky first third does not end the warm start.
     """
     cfg = world.config.sft
     await world.serve(policy.params, 0)
-    every = world.suite.tasks("train")
-    rest = list(every[head:] or every)
+    rest = list(world.suite.tasks("train")[head:])
     random.Random(derive_seed(world.config.seed, "probe", step)).shuffle(rest)
-    tasks, screen = rest[: cfg.probe_episodes], -(-cfg.probe_episodes // 3)
+    tasks = rest[: cfg.probe_episodes]
+    screen = -(-len(tasks) // 3)
     first = await _resolved(world, tasks[:screen], step)
     rate = sum(first) / len(first)
     if rate < cfg.target_success or len(tasks) <= screen:

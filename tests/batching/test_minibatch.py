@@ -87,6 +87,21 @@ def test_zeroed_reasons_make_a_solved_but_unsubmitted_group_mixed() -> None:
     assert sorted(set(batch.advantages[batch.loss_weights > 0])) == [-0.5, 0.5]
 
 
+def test_the_permuted_control_gets_no_signal_from_zeroed_reasons() -> None:
+    """Zeroing comes before permuting: the other way round, to be cut would always be worth 0."""
+    ending = {"status": Status.TRUNCATED, "reason": "turns"}
+    members = [trajectory(1, turn([1, 2], [3, 4]), index=index) for index in range(4)]
+    cut = trajectory(1, turn([1, 2], [7]), index=4, **ending)
+    groups = [TrajectoryGroup(task_id="t", trajectories=(*members, cut))]
+    signs = set()
+    for seed in range(50):
+        shape = SHAPE | {"seed": seed}
+        made = build(groups, shape=shape, zeroed_reasons=("turns",), permute_rewards=True)
+        (batch,) = made.minibatches
+        signs |= set(np.sign(batch.advantages[(batch.tokens == 7) & (batch.loss_weights > 0)]))
+    assert signs == {-1.0, 1.0}
+
+
 def test_leaving_idle_rows_out_changes_no_weight_of_the_others() -> None:
     groups = [group([1, 0], "a"), group([1, 1], "b")]
     lean, full = build(groups), build(groups, skip_zero=False)

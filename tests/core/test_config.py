@@ -125,6 +125,8 @@ def test_a_number_that_is_not_finite_is_refused(value):
         ("engine.servers", ("ftp://x",)),
         ("objective.masked_reasons", ("submit",)),
         ("objective.zeroed_reasons", ("turn",)),
+        ("objective.zeroed_reasons", ("turns:limit",)),
+        ("objective.masked_reasons", ("agent:",)),
     ],
 )
 def test_names_and_addresses_of_the_wrong_form_are_refused(key, value):

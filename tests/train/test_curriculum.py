@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_jax.core.errors import CheckpointError
+from skyrl_jax.core.errors import CheckpointError, DataError
 from skyrl_jax.core.types import Trajectory, TrajectoryGroup
 from skyrl_jax.train.curriculum import REST, Curriculum, Seen, draw, observe
 from skyrl_jax.train.state import HostState
@@ -49,7 +49,8 @@ def test_revisits_are_tasks_with_mixed_groups_that_rested(total, count, fraction
     for step, (again, fresh) in enumerate(drawn, start=1):
         chosen = [*again, *fresh]
         assert len(set(chosen)) == len(chosen) == count
-        assert len(again) <= round(fraction * count)
+        assert len(again) <= fraction * count
+        assert fresh, "no step without a task whose turn it is"
         for at in again:
             assert 0 < rates[at] < 4
             assert step - last[at] > REST
@@ -71,7 +72,9 @@ def test_the_rate_is_a_running_half_and_failed_members_say_nothing():
     made = group([1, 0])
     lost = [Trajectory(episode=item.episode, score=None) for item in made.trajectories]
     failed = TrajectoryGroup(task_id="t", trajectories=tuple(lost))
-    assert observe(state, [3], [failed], 9) == state
+    rested = observe(state, [3], [failed], 9)
+    assert rested.seen == {3: Seen(rate=0.625, step=9)}, "a broken task is not played every step"
+    assert observe(Curriculum(), [3], [failed], 9).seen == {3: Seen(rate=0.0, step=9)}
 
 
 def test_worth_weighs_the_draw():
@@ -91,5 +94,16 @@ def test_it_follows_from_the_state_and_comes_back_from_json():
     assert draw(again, 30, 4, 0.5, 3, 26) == draw(state, 30, 4, 0.5, 3, 26)
     host = HostState(step=25, curriculum=state)
     assert HostState.from_json(json.loads(json.dumps(host.to_json()))) == host
-    with pytest.raises(CheckpointError, match="not ours"):
+    with pytest.raises(CheckpointError, match=r"not ours .*'seen'.*new --workdir"):
         HostState.from_json(host.to_json() | {"curriculum": {"epoch": 1, "queue": []}})
+    old = {key: value for key, value in host.to_json().items() if key != "curriculum"}
+    with pytest.raises(CheckpointError, match=r"'curriculum'.*new --workdir"):
+        HostState.from_json(old)
+    with pytest.raises(DataError, match="made with 30 training tasks, now there are 29"):
+        draw(state, 29, 4, 0.5, 3, 26)
+
+
+@pytest.mark.parametrize(("count", "fraction", "most"), [(1, 0.75, 0), (2, 0.75, 1), (4, 1.0, 3)])
+def test_the_share_is_never_exceeded(count, fraction, most):
+    drawn, _ = play(40, count, fraction, 0, 60, [2] * 40)
+    assert max(len(again) for again, _ in drawn) == most

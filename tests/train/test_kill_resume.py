@@ -152,8 +152,15 @@ def test_killed_five_times_ends_with_the_same_bits_and_leaves_nothing(tmp_path):
         assert leaf.tobytes() == two[name].tobytes(), f"{name} differs"
         moved += leaf.size
     assert moved > 0
+    epoch = set().union(*(_tasks(whole, step) for step in range(1, 5)))
+    assert len(epoch) == SMALL["tasks.train"], "2 tasks a step: 4 steps play each of the 8"
     for step in range(1, STEPS + 1):
         assert _ids(whole, step) == _ids(broken, step), f"episodes of step {step} differ"
+
+
+def _tasks(workdir: Path, step: int) -> set[str]:
+    lines = (workdir / "rollouts" / f"step_{step:06d}.jsonl").read_text().splitlines()
+    return {json.loads(line)["task_id"] for line in lines}
 
 
 def _ids(workdir: Path, step: int) -> list[list[int]]:
