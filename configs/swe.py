@@ -60,15 +60,27 @@ def _quickstart() -> ConfigDict:
     c.model.tie_embeddings = True
     c.model.max_position = 512
     c.model.checkpoint = ""  # from scratch
+    c.model.rope_factor = 1.0  # no rope scaling
+    c.model.rope_low_freq_factor = 1.0
+    c.model.rope_high_freq_factor = 4.0
+    c.model.rope_original_position = 0
+    c.model.num_experts = 0  # dense
+    c.model.experts_per_token = 0
+    c.model.moe_intermediate_size = 0
+    c.model.norm_topk_prob = False
 
     c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1, context=1))
 
     c.learner = ConfigDict()
     c.learner.lr = 6e-5
+    c.learner.schedule = "constant"
     c.learner.warmup_steps = 0
+    c.learner.decay_steps = 0  # read by "cosine" alone
+    c.learner.min_lr_fraction = 0.1
     c.learner.weight_decay = 0.0
     c.learner.beta1 = 0.9
     c.learner.beta2 = 0.95
+    c.learner.moment_dtype = "float32"
     c.learner.max_grad_norm = 1.0
     c.learner.compute_dtype = "float32"  # exactness on a CPU
     c.learner.row_length = 512

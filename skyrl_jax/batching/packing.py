@@ -31,7 +31,12 @@ def fits(sequence: Sequence, row_length: int) -> bool:
 
 
 def pack(
-    segments: Seq[Segment], *, row_length: int, micro_rows: int, total_rows: int | None = None
+    segments: Seq[Segment],
+    *,
+    row_length: int,
+    micro_rows: int,
+    total_rows: int | None = None,
+    buckets: Seq[int] = (),
 ) -> Batch:
     """Pack segments into a Batch of [rows, row_length] arrays.
 
@@ -40,6 +45,8 @@ def pack(
         row_length: tokens per row.
         micro_rows: the number of rows becomes a multiple of this.
         total_rows: the exact number of rows instead (must hold everything).
+        buckets: shorter row lengths that may be used instead where the longest segment fits one
+            (``bucket_length``): short batches cost less, and there is one program per length.
 
     Raises:
         DataError: a segment is longer than a row, its arrays differ in length, its first token is
@@ -47,7 +54,9 @@ def pack(
     """
     for segment in segments:
         _check(segment, row_length)
-    layout = plan_rows([len(segment.sequence.token_ids) for segment in segments], row_length)
+    lengths = [len(segment.sequence.token_ids) for segment in segments]
+    row_length = bucket_length(lengths, [b for b in (*buckets, row_length) if b <= row_length])
+    layout = plan_rows(lengths, row_length)
     rows = -(-max(1, len(layout)) // micro_rows) * micro_rows
     if total_rows is not None:
         if len(layout) > total_rows or total_rows % micro_rows:
@@ -62,6 +71,22 @@ def pack(
         for number, member in enumerate(members, start=1):
             start = _write(batch, row, start, number, segments[member])
     return batch
+
+
+def bucket_length(lengths: Seq[int], buckets: Seq[int]) -> int:
+    """Return the smallest of ``buckets`` (row lengths) that holds the longest sequence.
+
+    Raises:
+        DataError: none does, or there is none.
+    """
+    longest = max(lengths, default=0)
+    enough = [bucket for bucket in buckets if bucket >= longest]
+    if not enough:
+        raise DataError(
+            f"no row length of {sorted(buckets)} holds a sequence of {longest} tokens; allow a "
+            "longer one, or drop the sequence as overlong"
+        )
+    return min(enough)
 
 
 def plan_rows(lengths: Seq[int], row_length: int) -> list[list[int]]:
@@ -82,6 +107,13 @@ def plan_rows(lengths: Seq[int], row_length: int) -> list[list[int]]:
 def trained_tokens(batch: Batch) -> int:
     """Count the tokens a batch trains: the ledger's own count, from what the learner gets."""
     return int(np.count_nonzero(batch.loss_weights))
+
+
+def segment_lengths(batch: Batch) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """Return the tokens of every segment of a batch, in row order (for FLOP counts)."""
+    rows = [np.bincount(row)[1:] for row in np.asarray(batch.segment_ids)]
+    lengths = np.concatenate(rows) if rows else np.zeros(0)
+    return lengths[lengths > 0].astype(np.int64)
 
 
 def _check(segment: Segment, row_length: int) -> None:

@@ -22,7 +22,7 @@ from skyrl_jax.core.errors import ConfigError
 class ModelConfig:
     """Shape of a decoder-only language model in the field's usual names (HF config.json)."""
 
-    family: str  # "qwen3"
+    family: str  # "llama" | "qwen2" | "qwen3" | "qwen3_moe" (models/families.py)
     vocab_size: int
     hidden_size: int
     num_layers: int
@@ -35,6 +35,17 @@ class ModelConfig:
     tie_embeddings: bool
     max_position: int
     checkpoint: str  # HF directory to start from; "" = random init
+    # Rope scaling in Llama 3's form (formula: models/rope.py); factor 1.0 = none, and then the
+    # other three stay as they are here. A file of a run names all keys; only code may leave out
+    # these, and manifests written before they existed do.
+    rope_factor: float = 1.0
+    rope_low_freq_factor: float = 1.0
+    rope_high_freq_factor: float = 4.0
+    rope_original_position: int = 0  # positions the model was trained on before scaling
+    num_experts: int = 0  # routed experts of a layer; 0 = dense
+    experts_per_token: int = 0
+    moe_intermediate_size: int = 0  # ffn of one expert
+    norm_topk_prob: bool = False  # the chosen experts' weights sum to 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,10 +63,14 @@ class LearnerConfig:
     """Optimizer and train step."""
 
     lr: float
+    schedule: str  # after the warm-up: "constant" | "cosine"
     warmup_steps: int
+    decay_steps: int  # cosine: updates, warm-up included, until the lr is min_lr_fraction x lr
+    min_lr_fraction: float
     weight_decay: float
     beta1: float
     beta2: float
+    moment_dtype: str  # of Adam's first moment: "float32" | "bfloat16"
     max_grad_norm: float
     compute_dtype: str  # "float32" | "bfloat16"
     row_length: int  # tokens per packed row
@@ -63,7 +78,7 @@ class LearnerConfig:
     updates_per_batch: int  # optimizer updates (mini-batches) over each batch
     epochs_per_batch: int
     logprob_chunk: int  # tokens per chunk of the head
-    remat: str  # "full" | "none"
+    remat: str  # "none" | "full" | "attn_out" | "dots" (models/decoder.py)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,12 +22,21 @@ RANGES: dict[str, tuple[float, float]] = {
     "model.rope_theta": (1, _INF),
     "model.rms_norm_eps": (_TINY, 1),
     "model.max_position": (1, _INF),
+    "model.rope_factor": (1, _INF),
+    "model.rope_low_freq_factor": (_TINY, _INF),
+    "model.rope_high_freq_factor": (_TINY, _INF),
+    "model.rope_original_position": (0, _INF),
+    "model.num_experts": (0, _INF),
+    "model.experts_per_token": (0, _INF),
+    "model.moe_intermediate_size": (0, _INF),
     "mesh.data": (-1, _INF),
     "mesh.fsdp": (-1, _INF),
     "mesh.tensor": (-1, _INF),
     "mesh.context": (-1, _INF),
     "learner.lr": (0, 1),
     "learner.warmup_steps": (0, _INF),
+    "learner.decay_steps": (0, _INF),
+    "learner.min_lr_fraction": (0, 1),
     "learner.weight_decay": (0, 1),
     "learner.beta1": (0, 0.999999),
     "learner.beta2": (0, 0.999999),
@@ -106,11 +115,13 @@ _CHOICES = {
     "objective.kl_kind": ("k1", "k2", "k3"),
     "objective.reduction": ("token_mean", "sequence_mean", "sequence_sum_norm"),
     "learner.compute_dtype": ("float32", "bfloat16"),
-    "learner.remat": ("none", "full"),
+    "learner.moment_dtype": ("float32", "bfloat16"),
+    "learner.remat": ("none", "full", "attn_out", "dots"),
+    "learner.schedule": ("constant", "cosine"),
     "sandbox.backend": ("bwrap", "docker", "process"),
     "agent.kind": ("codeact",),
     "agent.prompt_style": ("compact", "full"),
-    "model.family": ("qwen3", "llama"),
+    "model.family": ("llama", "qwen2", "qwen3", "qwen3_moe"),
 }
 
 
@@ -196,6 +207,12 @@ def _check_counts(config: RunConfig) -> None:
         raise ConfigError(
             f"learner.updates_per_batch = {config.learner.updates_per_batch} needs at least as "
             f"many tasks per step (rollout.tasks_per_step = {config.rollout.tasks_per_step})"
+        )
+    learner = config.learner
+    if learner.schedule == "cosine" and learner.decay_steps <= learner.warmup_steps:
+        raise ConfigError(
+            f"learner.decay_steps = {learner.decay_steps}: the cosine ends at this update, which "
+            f"must be after learner.warmup_steps = {learner.warmup_steps}"
         )
     if not re.fullmatch(r"[\w.-]+", config.name) or set(config.name) == {"."}:
         raise ConfigError(f"name = {config.name!r}: letters, digits, '-', '_' and '.' only")

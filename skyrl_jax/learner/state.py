@@ -70,7 +70,7 @@ def state_from_params(
         state: TrainState = _fresh(learner_cfg, params)
         return state
     shardings = state_shardings(model_cfg, learner_cfg, mesh)
-    state = jax.jit(_make, static_argnums=0, out_shardings=shardings)(learner_cfg, params)
+    state = jax.jit(fresh_state, static_argnums=0, out_shardings=shardings)(learner_cfg, params)
     return state
 
 
@@ -86,9 +86,16 @@ def state_shardings(
     model_cfg: ModelConfig, learner_cfg: LearnerConfig, mesh: jax.sharding.Mesh
 ) -> TrainState:
     """Return a sharding per leaf: moments lie where their parameters lie, counters everywhere."""
+    return shardings_like(
+        param_shardings(model_cfg, mesh), abstract_state(model_cfg, learner_cfg), mesh
+    )
+
+
+def shardings_like(params: Params, state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
+    """Return a sharding per leaf of ``state``, from those of its params (any params pytree)."""
     by_path = {
         jax.tree_util.keystr(path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(param_shardings(model_cfg, mesh))
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
     }
     everywhere = jax.sharding.NamedSharding(mesh, spec(mesh, (), ()))
 
@@ -97,17 +104,16 @@ def state_shardings(
         near = [s for key, s in by_path.items() if leaf.ndim and name.endswith(key)]
         return near[0] if near else everywhere
 
-    shardings: TrainState = jax.tree_util.tree_map_with_path(
-        one, abstract_state(model_cfg, learner_cfg)
-    )
+    shardings: TrainState = jax.tree_util.tree_map_with_path(one, state)
     return shardings
 
 
-def _make(learner_cfg: LearnerConfig, params: Params) -> TrainState:
+def fresh_state(learner_cfg: LearnerConfig, params: Params) -> TrainState:
+    """Return a state that owns an fp32 copy of ``params`` (any pytree); traceable."""
     ours = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)
     return TrainState(jnp.zeros((), jnp.int32), ours, make_optimizer(learner_cfg).init(ours))
 
 
 @functools.partial(jax.jit, static_argnums=0)
 def _fresh(learner_cfg: LearnerConfig, params: Params) -> TrainState:
-    return _make(learner_cfg, params)
+    return fresh_state(learner_cfg, params)

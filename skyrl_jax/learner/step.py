@@ -22,11 +22,16 @@ from skyrl_jax.core.types import Batch
 from skyrl_jax.learner.optimizer import learning_rate, make_optimizer
 from skyrl_jax.learner.state import Params, TrainState, state_shardings
 from skyrl_jax.models import decoder
-from skyrl_jax.models.sharding import row_sharding
+from skyrl_jax.models.sharding import row_sharding, spec
 from skyrl_jax.rl import diagnostics
 from skyrl_jax.rl.diagnostics import Tally
 from skyrl_jax.rl.kl import kl_estimate
-from skyrl_jax.rl.logprobs import TokenStats, shift_right, token_logprobs
+from skyrl_jax.rl.logprobs import (
+    TokenStats,
+    shift_right,
+    token_logprobs,
+    vocab_parallel_logprobs,
+)
 from skyrl_jax.rl.losses import cross_entropy_loss, masked_log_ratio, ppo_clip_loss
 
 ScoreFn = Callable[[Params, Batch], TokenStats]
@@ -36,17 +41,27 @@ TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
 
 def make_score_fn(
-    model_cfg: ModelConfig, learner_cfg: LearnerConfig, *, entropy_gradient: bool = False
+    model_cfg: ModelConfig,
+    learner_cfg: LearnerConfig,
+    mesh: jax.sharding.Mesh | None = None,
+    *,
+    entropy_gradient: bool = False,
 ) -> ScoreFn:
-    """Return ``score_fn(params, batch) -> TokenStats`` of a language model."""
+    """Return ``score_fn(params, batch) -> TokenStats`` of a language model.
+
+    With a ``mesh`` that spreads the vocabulary the head stays where it is (rl/logprobs.py).
+    """
     dtypes = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
     if learner_cfg.compute_dtype not in dtypes:
         raise ConfigError(
             f"config key 'learner.compute_dtype' is {learner_cfg.compute_dtype!r}; known: "
             + ", ".join(dtypes)
         )
-    if learner_cfg.remat not in ("full", "none"):
-        raise ConfigError(f"config key 'learner.remat' is {learner_cfg.remat!r}; known: full, none")
+    if learner_cfg.remat not in ("none", *decoder.REMAT):
+        raise ConfigError(
+            f"config key 'learner.remat' is {learner_cfg.remat!r}; known: none, "
+            + ", ".join(decoder.REMAT)
+        )
     decoder.check_config(model_cfg)
 
     def score(params: Params, batch: Batch) -> TokenStats:
@@ -60,22 +75,40 @@ def make_score_fn(
             dtype=dtypes[learner_cfg.compute_dtype],
             remat=learner_cfg.remat,
         )
-        logprobs, entropy = token_logprobs(
-            shift_right(hidden).reshape(tokens.size, -1),
+        logprobs, entropy = _head_logprobs(
+            mesh,
+            shift_right(hidden),
             decoder.head(model_cfg, params),
-            tokens.reshape(-1),
-            jnp.asarray(batch.temperature).reshape(-1),
+            tokens,
+            jnp.asarray(batch.temperature),
             chunk=learner_cfg.logprob_chunk,
             entropy_gradient=entropy_gradient,
         )
         # The first token of a segment has no predecessor that may be read.
         first = jnp.asarray(batch.positions) == 0
-        return TokenStats(
-            jnp.where(first, 0.0, logprobs.reshape(tokens.shape)),
-            jnp.where(first, 0.0, entropy.reshape(tokens.shape)),
-        )
+        return TokenStats(jnp.where(first, 0.0, logprobs), jnp.where(first, 0.0, entropy))
 
     return score
+
+
+def _head_logprobs(
+    mesh: jax.sharding.Mesh | None,
+    hidden: Array,
+    head: Array,
+    tokens: Array,
+    temperature: Array,
+    **options: Any,
+) -> tuple[Array, Array]:
+    """Score [B, T] tokens with the head where it lies: spread over the vocabulary, or whole."""
+    vocab = None if mesh is None else spec(mesh, ("embed", "vocab"), head.shape)
+    if mesh is not None and vocab is not None and vocab[1] is not None:
+        rows = spec(mesh, ("rows", "tokens"), tokens.shape)
+        return vocab_parallel_logprobs(
+            hidden, head, tokens, temperature, mesh=mesh, rows=rows, vocab=vocab, **options
+        )
+    flat = (hidden.reshape(tokens.size, -1), head, tokens.reshape(-1), temperature.reshape(-1))
+    logprobs, entropy = token_logprobs(*flat, **options)
+    return logprobs.reshape(tokens.shape), entropy.reshape(tokens.shape)
 
 
 def policy_loss(objective: ObjectiveConfig) -> LossFn:
@@ -143,33 +176,59 @@ def make_train_step(
         score_fn: another policy than the language model of ``model_cfg``.
     """
     entropy_gradient = objective is not None and objective.entropy_coef != 0
-    score = score_fn or make_score_fn(model_cfg, learner_cfg, entropy_gradient=entropy_gradient)
+    score = score_fn or make_score_fn(
+        model_cfg, learner_cfg, mesh, entropy_gradient=entropy_gradient
+    )
     loss_fn = policy_loss(objective) if objective is not None else supervised_loss()
-    optimizer, schedule = make_optimizer(learner_cfg), learning_rate(learner_cfg)
 
     def total_loss(params: Params, micro: Batch) -> tuple[Array, Tally]:
         return loss_fn(score(params, micro), micro)
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
-        micro = _split(batch, learner_cfg.micro_rows, mesh)
-        trained = jnp.any(micro.loss_weights != 0, axis=(1, 2))
-        loss, tally, grads = _accumulate(total_loss, state.params, micro, _used(trained))
-        grad_norm = optax.tree.norm(grads)
-        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
-        params = optax.apply_updates(state.params, updates)
-        metrics = diagnostics.finish(tally) | {
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "update_norm": optax.tree.norm(updates),
-            "lr": schedule(state.opt_state.num_applied),
-            "num_skipped_updates": opt_state.num_skipped,
-        }
-        return TrainState(state.step + 1, params, opt_state), metrics
+        return apply_update(learner_cfg, total_loss, state, batch, mesh)
 
     out = None
     if mesh is not None:
         out = (state_shardings(model_cfg, learner_cfg, mesh), None)
     return jax.jit(train_step, donate_argnums=0, out_shardings=out)
+
+
+def apply_update(
+    learner_cfg: LearnerConfig,
+    total_loss: Callable[[Params, Batch], tuple[Array, Tally]],
+    state: TrainState,
+    batch: Batch,
+    mesh: jax.sharding.Mesh | None = None,
+) -> tuple[TrainState, Metrics]:
+    """Take one optimizer update over a batch, micro-batch by micro-batch; traceable.
+
+    Args:
+        learner_cfg: optimizer and micro-batch.
+        total_loss: (the state's params, micro-batch) -> (loss, tally).
+        state: whatever is trained; only its ``params`` get gradients.
+        batch: [B, T] arrays, B a multiple of ``micro_rows``.
+        mesh: devices the rows are spread over.
+
+    Returns:
+        The next state and the metrics. Tokens: ``num_tokens`` are those of sequences (no padding),
+        ``num_trained_tokens`` those in the loss; ``lr`` is that of this update.
+    """
+    optimizer, schedule = make_optimizer(learner_cfg), learning_rate(learner_cfg)
+    micro = _split(batch, learner_cfg.micro_rows, mesh)
+    trained = jnp.any(micro.loss_weights != 0, axis=(1, 2))
+    loss, tally, grads = _accumulate(total_loss, state.params, micro, _used(trained))
+    grad_norm = optax.tree.norm(grads)
+    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    params = optax.apply_updates(state.params, updates)
+    metrics = diagnostics.finish(tally) | {
+        "num_tokens": jnp.sum(micro.segment_ids != 0),
+        "loss": loss,
+        "grad_norm": grad_norm,
+        "update_norm": optax.tree.norm(updates),
+        "lr": schedule(state.opt_state.num_applied),
+        "num_skipped_updates": opt_state.num_skipped,
+    }
+    return TrainState(state.step + 1, params, opt_state), metrics
 
 
 def make_sft_step(
@@ -187,7 +246,7 @@ def make_logprob_step(
     score_fn: ScoreFn | None = None,
 ) -> Callable[[Params, Batch], TokenStats]:
     """Return the jitted ``logprob_step(params, batch) -> TokenStats`` (log-probs and entropies)."""
-    score = score_fn or make_score_fn(model_cfg, learner_cfg)
+    score = score_fn or make_score_fn(model_cfg, learner_cfg, mesh)
 
     def logprob_step(params: Params, batch: Batch) -> TokenStats:
         micro = _split(batch, learner_cfg.micro_rows, mesh)

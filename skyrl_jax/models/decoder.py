@@ -1,4 +1,4 @@
-"""A Qwen3-shaped decoder as pure functions over a params pytree.
+"""The decoder of all model families (models/families.py) as pure functions over a params pytree.
 
 The learner (packed rows) and the decode engine (slots with a KV cache) run the same ``layer``;
 only ``attend`` differs. Activations are flattened to [N, D] (N = tokens of all rows): XLA's CPU
@@ -14,38 +14,41 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from skyrl_jax.core.config import ModelConfig
-from skyrl_jax.core.errors import ConfigError
+from skyrl_jax.models.families import check_config as check_config  # part of this module's face
+from skyrl_jax.models.families import family_of
+from skyrl_jax.models.moe import MoeStats, moe_mlp
+from skyrl_jax.models.rope import rope, rope_frequencies
 
 Params = Any
 Attend = Callable[
     [Float[Array, "N H K"], Float[Array, "N G K"], Float[Array, "N G K"]], Float[Array, "N H K"]
 ]
 
+# What the backward pass keeps of each layer beside its input; the rest is computed again.
+REMAT: dict[str, Any] = {
+    "full": None,
+    "attn_out": jax.checkpoint_policies.save_only_these_names("attn_out"),
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+}
 
-def check_config(cfg: ModelConfig) -> None:
-    """Refuse a model that this code does not compute.
 
-    Raises:
-        ConfigError: unknown family, or head counts and sizes that do not divide.
+class LowRank(NamedTuple):
+    """A weight W [A C] with a low-rank addition: ``matmul`` gives x W + (x a) b; a [A r], b [r C].
+
+    One leaf of ``params["layers"]`` may be this instead of an array (learner/lora.py).
     """
-    known = ("qwen3",)
-    if cfg.family not in known:
-        raise ConfigError(f"config key 'model.family' is {cfg.family!r}; known: {', '.join(known)}")
-    if cfg.num_heads % cfg.num_kv_heads:
-        raise ConfigError(
-            f"config key 'model.num_heads' ({cfg.num_heads}) must be a multiple of "
-            f"'model.num_kv_heads' ({cfg.num_kv_heads})"
-        )
-    if cfg.head_dim % 2:
-        raise ConfigError(f"config key 'model.head_dim' must be even, got {cfg.head_dim}")
+
+    base: Any
+    a: Any
+    b: Any
 
 
 def init_params(cfg: ModelConfig, key: Array, shardings: Any = None) -> Params:
@@ -68,8 +71,10 @@ def abstract_params(cfg: ModelConfig) -> Params:
     return jax.eval_shape(lambda k: _pure_params(cfg, k), jax.random.key(0))
 
 
-def matmul(x: Float[Array, "... A"], w: Float[Array, "A C"]) -> Float[Array, "... C"]:
+def matmul(x: Float[Array, "... A"], w: Float[Array, "A C"] | LowRank) -> Float[Array, "... C"]:
     """Return ``x @ w`` in the dtype of ``x``; exact fp32 when that is float32."""
+    if isinstance(w, LowRank):
+        return matmul(x, w.base) + matmul(matmul(x, w.a), w.b)
     return jnp.matmul(x, w.astype(x.dtype), precision=_precision(x), preferred_element_type=x.dtype)
 
 
@@ -78,18 +83,6 @@ def rms_norm(x: Float[Array, "... A"], scale: Float[Array, " A"], eps: float) ->
     y = x.astype(jnp.float32)
     y = y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
     return (y * scale.astype(jnp.float32)).astype(x.dtype)
-
-
-def rope(
-    x: Float[Array, "N heads K"], positions: Int[Array, " N"], theta: float
-) -> Float[Array, "N heads K"]:
-    """Rotate the two halves of each head by the token's position (half-split form)."""
-    half = x.shape[-1] // 2
-    inv_freq = jnp.asarray(theta ** -(np.arange(half) / half), jnp.float32)
-    angle = positions.astype(jnp.float32)[:, None, None] * inv_freq
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    a, b = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1).astype(x.dtype)
 
 
 def embed(
@@ -116,17 +109,50 @@ def layer(
         attend: mixes tokens: (q, k, v), rope already applied -> [N, H, K]. A decode engine stores
             k and v in its cache inside ``attend``.
     """
-    n, eps = x.shape[0], cfg.rms_norm_eps
+    return layer_and_stats(cfg, p, x, positions, attend)[0]
+
+
+def layer_and_stats(
+    cfg: ModelConfig,
+    p: Params,
+    x: Float[Array, "N D"],
+    positions: Int[Array, " N"],
+    attend: Attend,
+    *,
+    valid: Bool[Array, " N"] | None = None,
+    experts: Int[Array, "N C"] | None = None,
+) -> tuple[Float[Array, "N D"], MoeStats | None]:
+    """Run one transformer block; also return its router's statistics (``None`` when dense).
+
+    Args:
+        cfg: the model's shape.
+        p: as in ``layer``, and so are x, positions and attend.
+        x: residual stream.
+        positions: position of each token.
+        attend: mixes tokens.
+        valid: tokens that count in the statistics; ``None`` = all.
+        experts: replay of routing decisions (models/moe.py); C experts a token.
+    """
+    n, eps, family = x.shape[0], cfg.rms_norm_eps, family_of(cfg)
+    frequency = rope_frequencies(cfg)
     y = rms_norm(x, p["attn_norm"], eps)
-    q = matmul(y, p["q"]).reshape(n, cfg.num_heads, cfg.head_dim)
-    k = matmul(y, p["k"]).reshape(n, cfg.num_kv_heads, cfg.head_dim)
-    v = matmul(y, p["v"]).reshape(n, cfg.num_kv_heads, cfg.head_dim)
-    q = rope(rms_norm(q, p["q_norm"], eps), positions, cfg.rope_theta)
-    k = rope(rms_norm(k, p["k_norm"], eps), positions, cfg.rope_theta)
+    q, k, v = (matmul(y, p[name]) for name in ("q", "k", "v"))
+    if family.qkv_bias:
+        biases = ("q_bias", "k_bias", "v_bias")
+        q, k, v = (z + p[name].astype(z.dtype) for z, name in zip((q, k, v), biases, strict=True))
+    q = q.reshape(n, cfg.num_heads, cfg.head_dim)
+    k = k.reshape(n, cfg.num_kv_heads, cfg.head_dim)
+    v = v.reshape(n, cfg.num_kv_heads, cfg.head_dim)
+    if family.qk_norm:
+        q, k = rms_norm(q, p["q_norm"], eps), rms_norm(k, p["k_norm"], eps)
+    q, k = rope(q, positions, frequency), rope(k, positions, frequency)
     x = x + matmul(attend(q, k, v).reshape(n, -1), p["o"])
     y = rms_norm(x, p["mlp_norm"], eps)
+    if family.experts:
+        out, stats = moe_mlp(cfg, p, y, valid=valid, experts=experts)
+        return x + out, stats
     gated = jax.nn.silu(matmul(y, p["gate"])) * matmul(y, p["up"])
-    return x + matmul(gated, p["down"])
+    return x + matmul(gated, p["down"]), None
 
 
 def final_norm(cfg: ModelConfig, params: Params, x: Float[Array, "... D"]) -> Any:
@@ -163,22 +189,64 @@ def hidden_fn(
         positions: position in the token's own segment.
         segment_ids: 0 = padding, 1.. = segments.
         dtype: compute dtype.
-        remat: "full" keeps only each layer's input for the backward pass; "none" keeps all.
+        remat: what the backward pass keeps: "none" everything, "full" only each layer's input,
+            "attn_out" that and the output of the attention, "dots" that and the results of the
+            projections (the matmuls without a batch dimension).
+    """
+    return hidden_and_stats_fn(
+        cfg, params, tokens, positions, segment_ids, dtype=dtype, remat=remat
+    )[0]
+
+
+def hidden_and_stats_fn(
+    cfg: ModelConfig,
+    params: Params,
+    tokens: Int[Array, "B T"],
+    positions: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"],
+    *,
+    dtype: Any = jnp.float32,
+    remat: str = "none",
+    experts: Int[Array, "N L C"] | None = None,
+) -> tuple[Float[Array, "B T D"], MoeStats | None]:
+    """Return what ``hidden_fn`` returns and each layer's router statistics (``None`` when dense).
+
+    Args:
+        cfg: as in ``hidden_fn``, and so are all arguments but the last.
+        params: the params pytree.
+        tokens: token ids.
+        positions: position in the token's own segment.
+        segment_ids: 0 = padding, which the statistics leave out.
+        dtype: compute dtype.
+        remat: what the backward pass keeps.
+        experts: replay: the C experts of each token (N = B T) in each layer, as the engine chose
+            them and as ``MoeStats.chosen`` gives them back; rows of -1 choose for themselves.
+
+    Returns:
+        The hidden states, and a MoeStats whose fields lead with L; but ``chosen`` is [N, L, C].
     """
     b, t = tokens.shape
+    valid = segment_ids.reshape(-1) != 0
 
     def attend(q: Array, k: Array, v: Array) -> Array:
         rows = (x.reshape(b, t, *x.shape[1:]) for x in (q, k, v))
-        return packed_attention(*rows, positions, segment_ids).reshape(q.shape)
+        out = packed_attention(*rows, positions, segment_ids).reshape(q.shape)
+        return checkpoint_name(out, "attn_out")
 
-    def body(x: Array, p: Params) -> tuple[Array, None]:
-        return layer(cfg, p, x, positions.reshape(-1), attend), None
+    def body(x: Array, scanned: tuple[Params, Array | None]) -> tuple[Array, MoeStats | None]:
+        p, replayed = scanned
+        where = positions.reshape(-1)
+        return layer_and_stats(cfg, p, x, where, attend, valid=valid, experts=replayed)
 
-    if remat == "full":
+    if remat != "none":
         # Inside scan the barriers that stop XLA from undoing remat are not needed.
-        body = jax.checkpoint(body, prevent_cse=False)
-    x, _ = jax.lax.scan(body, embed(params, tokens.reshape(-1), dtype), params["layers"])
-    return final_norm(cfg, params, x).reshape(b, t, -1)
+        body = jax.checkpoint(body, prevent_cse=False, policy=REMAT[remat])
+    replay = None if experts is None else jnp.moveaxis(experts, 1, 0)
+    x = embed(params, tokens.reshape(-1), dtype)
+    x, stats = jax.lax.scan(body, x, (params["layers"], replay))
+    if stats is not None:
+        stats = stats._replace(chosen=jnp.moveaxis(stats.chosen, 0, 1))
+    return final_norm(cfg, params, x).reshape(b, t, -1), stats
 
 
 def packed_attention(

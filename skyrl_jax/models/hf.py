@@ -1,7 +1,8 @@
-"""Params <-> a Hugging Face folder (config.json + model.safetensors), bit for bit.
+"""Params <-> a Hugging Face folder (config.json + safetensors), bit for bit.
 
-Works on numpy arrays only, so a host that moves weights needs no accelerator for it. Kernels are
-[in, out] here and [out, in] there; the stacked L axis here is one tensor per layer there.
+Writing is here; reading is in models/hf_read.py, config.json in models/hf_config.py and the names
+in models/hf_tensors.py. All of it works on numpy arrays, so a host that moves weights needs no
+accelerator for it.
 """
 
 from __future__ import annotations
@@ -10,169 +11,37 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from skyrl_jax.core.config import ModelConfig
-from skyrl_jax.core.errors import ConfigError, WeightsError
-
-# (our leaf, HF name inside model.layers.<i>, transposed)
-LAYER_NAMES = (
-    ("attn_norm", "input_layernorm.weight", False),
-    ("q", "self_attn.q_proj.weight", True),
-    ("k", "self_attn.k_proj.weight", True),
-    ("v", "self_attn.v_proj.weight", True),
-    ("o", "self_attn.o_proj.weight", True),
-    ("q_norm", "self_attn.q_norm.weight", False),
-    ("k_norm", "self_attn.k_norm.weight", False),
-    ("mlp_norm", "post_attention_layernorm.weight", False),
-    ("gate", "mlp.gate_proj.weight", True),
-    ("up", "mlp.up_proj.weight", True),
-    ("down", "mlp.down_proj.weight", True),
+from skyrl_jax.core.errors import WeightsError
+from skyrl_jax.models.families import layer_shapes, param_shapes
+from skyrl_jax.models.hf_config import (
+    check_same_model,
+    config_from_hf,
+    config_to_hf,
+    load_config,
 )
-# our ModelConfig field -> HF config.json key
-CONFIG_KEYS = {
-    "vocab_size": "vocab_size",
-    "hidden_size": "hidden_size",
-    "num_layers": "num_hidden_layers",
-    "num_heads": "num_attention_heads",
-    "num_kv_heads": "num_key_value_heads",
-    "head_dim": "head_dim",
-    "intermediate_size": "intermediate_size",
-    "rms_norm_eps": "rms_norm_eps",
-    "tie_embeddings": "tie_word_embeddings",
-    "max_position": "max_position_embeddings",
-}
+from skyrl_jax.models.hf_read import INDEX, load_hf, load_sharded
+from skyrl_jax.models.hf_tensors import DTYPES, HfTensor, hf_table
 
+__all__ = [
+    "check_same_model",
+    "config_from_hf",
+    "config_to_hf",
+    "hf_tensors",
+    "layer_shapes",
+    "load_config",
+    "load_hf",
+    "load_sharded",
+    "save_hf",
+]
 
-def config_to_hf(cfg: ModelConfig, dtype: str = "float32", **extra: Any) -> dict[str, Any]:
-    """Return the config.json of a model; ``extra`` adds keys (bos_token_id, eos_token_id, ...)."""
-    values = {hf: getattr(cfg, ours) for ours, hf in CONFIG_KEYS.items()}
-    return values | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": cfg.family,
-        "rope_theta": cfg.rope_theta,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "use_sliding_window": False,
-        "initializer_range": 0.02,
-        "torch_dtype": dtype,
-        **extra,
-    }
-
-
-def config_from_hf(values: Mapping[str, Any]) -> ModelConfig:
-    """Turn a config.json into a ModelConfig.
-
-    Raises:
-        ConfigError: another family than those known, a missing key, or a feature that this code
-            does not compute (attention bias, rope scaling, sliding window).
-    """
-    family = values.get("model_type")
-    if family != "qwen3":
-        raise ConfigError(f"config.json has model_type {family!r}; known families: qwen3")
-    rope = values.get("rope_parameters") or {}
-    scaled = values.get("rope_scaling") or rope.get("rope_type", "default") != "default"
-    for key, bad in (
-        ("rope_scaling", scaled),
-        ("attention_bias", values.get("attention_bias")),
-        ("use_sliding_window", values.get("use_sliding_window")),
-    ):
-        if bad:
-            raise ConfigError(f"config.json sets {key}, which this decoder does not compute")
-    theta = values.get("rope_theta", rope.get("rope_theta"))
-    missing = sorted(hf for hf in CONFIG_KEYS.values() if hf not in values)
-    if missing or theta is None:
-        raise ConfigError(f"config.json lacks {missing[0] if missing else 'rope_theta'!r}")
-    fields = {ours: values[hf] for ours, hf in CONFIG_KEYS.items()}
-    return ModelConfig(family=family, rope_theta=float(theta), checkpoint="", **fields)
-
-
-def hf_tensors(cfg: ModelConfig, params: Any) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield (HF name, array) one at a time; arrays are C-contiguous copies or views."""
-
-    def host(x: Any, transposed: bool) -> np.ndarray:
-        array = np.asarray(x)
-        return np.ascontiguousarray(array.T if transposed else array)
-
-    yield "model.embed_tokens.weight", host(params["embed"]["embedding"], False)
-    for i in range(cfg.num_layers):
-        for ours, name, transposed in LAYER_NAMES:
-            yield f"model.layers.{i}.{name}", host(params["layers"][ours][i], transposed)
-    yield "model.norm.weight", host(params["final_norm"]["scale"], False)
-    if not cfg.tie_embeddings:
-        yield "lm_head.weight", host(params["lm_head"]["kernel"], True)
-
-
-def params_to_hf(cfg: ModelConfig, params: Any) -> dict[str, np.ndarray]:
-    """Return every tensor under its HF name, in the dtype of ``params``."""
-    return dict(hf_tensors(cfg, params))
-
-
-def params_from_hf(cfg: ModelConfig, tensors: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Return the params pytree (numpy) of HF tensors, in their dtype.
-
-    Raises:
-        WeightsError: a tensor is missing, has the wrong shape, or is not one of the model's.
-    """
-    left = set(tensors)
-
-    def take(name: str, transposed: bool, shape: tuple[int, ...]) -> np.ndarray:
-        if name not in tensors:
-            raise WeightsError(f"weights lack tensor {name!r}")
-        left.discard(name)
-        array = np.asarray(tensors[name])
-        array = array.T if transposed else array
-        if array.shape != shape:
-            raise WeightsError(
-                f"tensor {name!r} has shape {list(tensors[name].shape)}, the config asks for "
-                f"{list(shape[::-1] if transposed else shape)}"
-            )
-        return array
-
-    v, d = cfg.vocab_size, cfg.hidden_size
-    params: dict[str, Any] = {
-        "embed": {"embedding": take("model.embed_tokens.weight", False, (v, d)).copy()},
-        "layers": {},
-        "final_norm": {"scale": take("model.norm.weight", False, (d,)).copy()},
-    }
-    shapes = layer_shapes(cfg)
-    for ours, name, transposed in LAYER_NAMES:
-        parts = (
-            take(f"model.layers.{i}.{name}", transposed, shapes[ours])
-            for i in range(cfg.num_layers)
-        )
-        params["layers"][ours] = np.stack(list(parts))
-    if cfg.tie_embeddings:
-        left.discard("lm_head.weight")  # some exporters write the tied copy too
-    else:
-        kernel = take("lm_head.weight", True, (d, v))
-        params["lm_head"] = {"kernel": np.ascontiguousarray(kernel)}
-    if left:
-        raise WeightsError(f"weights hold tensor {sorted(left)[0]!r}, which the model has not")
-    return params
-
-
-def layer_shapes(cfg: ModelConfig) -> dict[str, tuple[int, ...]]:
-    """Return the shape of each leaf of one layer."""
-    d, f, k = cfg.hidden_size, cfg.intermediate_size, cfg.head_dim
-    heads, kv = cfg.num_heads * k, cfg.num_kv_heads * k
-    return {
-        "attn_norm": (d,),
-        "q": (d, heads),
-        "k": (d, kv),
-        "v": (d, kv),
-        "o": (heads, d),
-        "q_norm": (k,),
-        "k_norm": (k,),
-        "mlp_norm": (d,),
-        "gate": (d, f),
-        "up": (d, f),
-        "down": (f, d),
-    }
+_CODES = {dtype: code for code, dtype in DTYPES.items()}
 
 
 def save_hf(
@@ -182,26 +51,33 @@ def save_hf(
     *,
     extra_config: Mapping[str, Any] | None = None,
     files: Mapping[str, bytes] | None = None,
+    max_shard_bytes: int = 5 * 10**9,
 ) -> Path:
     """Write an HF folder; it appears under its name only when complete.
+
+    One tensor is in memory at a time, beside ``params`` itself.
 
     Args:
         directory: the folder to make; one that exists is replaced.
         cfg: the model's shape.
-        params: the params pytree (numpy or jax, fp32 or bf16).
+        params: the params pytree (numpy or jax, fp32, fp16 or bf16).
         extra_config: further config.json keys (bos_token_id, eos_token_id, ...).
         files: further files by name, e.g. ``{"tokenizer.json": ...}``.
-    """
-    from safetensors.numpy import save_file
+        max_shard_bytes: a model with more tensor bytes is cut into files of at most this many
+            (a larger tensor has a file of its own) and an index.
 
+    Raises:
+        WeightsError: a leaf of ``params`` is missing or has another shape or dtype than can be
+            written.
+    """
+    _check_params(cfg, params)
     target = Path(directory)
     target.parent.mkdir(parents=True, exist_ok=True)
-    tensors = params_to_hf(cfg, params)
-    dtype = tensors["model.norm.weight"].dtype.name
+    dtype = np.dtype(params["final_norm"]["scale"].dtype).name
     config = config_to_hf(cfg, dtype, **(extra_config or {}))
     temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
-        save_file(tensors, str(temporary / "model.safetensors"), metadata={"format": "pt"})
+        _write_weights(temporary, params, _shards(hf_table(cfg), params, max_shard_bytes))
         (temporary / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True))
         for name, content in (files or {}).items():
             (temporary / name).write_bytes(content)
@@ -214,42 +90,92 @@ def save_hf(
     return target
 
 
-def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
-    """Read the ModelConfig of an HF folder.
+def hf_tensors(cfg: ModelConfig, params: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield (HF name, array) one at a time; arrays are C-contiguous copies or views."""
+    for tensor in hf_table(cfg):
+        yield tensor.name, _host(params, tensor)
 
-    Raises:
-        WeightsError: no readable config.json there.
+
+def _check_params(cfg: ModelConfig, params: Any) -> None:
+    for group, leaves in param_shapes(cfg).items():
+        for name, shape in leaves.items():
+            leaf = params.get(group, {}).get(name)
+            if leaf is None or tuple(leaf.shape) != shape or np.dtype(leaf.dtype) not in _CODES:
+                found = "is missing" if leaf is None else f"is {leaf.dtype}{list(leaf.shape)}"
+                raise WeightsError(
+                    f"leaf {group}.{name} {found}; a {cfg.family} model of this config has shape "
+                    f"{list(shape)} in one of {', '.join(kind.name for kind in _CODES)}"
+                )
+
+
+def _host(params: Any, tensor: HfTensor) -> np.ndarray:
+    """Return one tensor as it lies in the file."""
+    group, name = tensor.leaf
+    leaf = params[group][name]
+    array = np.asarray(leaf[tensor.index] if tensor.index else leaf)
+    return np.ascontiguousarray(array.T if tensor.transposed else array)
+
+
+def _dtype(params: Any, tensor: HfTensor) -> np.dtype:
+    return np.dtype(params[tensor.leaf[0]][tensor.leaf[1]].dtype)
+
+
+def _size(params: Any, tensor: HfTensor) -> int:
+    return int(np.prod(tensor.shape, dtype=np.int64)) * _dtype(params, tensor).itemsize
+
+
+def _shards(table: Sequence[HfTensor], params: Any, limit: int) -> list[list[HfTensor]]:
+    """Cut the table into runs of at most ``limit`` bytes."""
+    shards: list[list[HfTensor]] = [[]]
+    filled = 0
+    for tensor in table:
+        size = _size(params, tensor)
+        if shards[-1] and filled + size > limit:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += size
+    return shards
+
+
+def _write_weights(folder: Path, params: Any, shards: Sequence[Sequence[HfTensor]]) -> None:
+    if len(shards) == 1:
+        _write_file(folder / "model.safetensors", params, shards[0])
+        return
+    where: dict[str, str] = {}
+    for number, tensors in enumerate(shards, 1):
+        name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        _write_file(folder / name, params, tensors)
+        where |= {tensor.name: name for tensor in tensors}
+    total = sum(_size(params, tensor) for shard in shards for tensor in shard)
+    index = {"metadata": {"total_size": total}, "weight_map": where}
+    (folder / INDEX).write_text(json.dumps(index, indent=1, sort_keys=True))
+
+
+def _write_file(path: Path, params: Any, tensors: Sequence[HfTensor]) -> None:
+    """Write one safetensors file: header length (8 bytes, little-endian), JSON header, tensors.
+
+    By hand because the library's writer wants all tensors of a file in memory at once. Wider
+    dtypes come first and the header is padded to 8 bytes, so that every tensor is aligned.
     """
-    path = Path(directory) / "config.json"
-    try:
-        values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"cannot read {path}: {error}") from error
-    if not isinstance(values, dict):
-        raise WeightsError(f"{path} must hold a JSON object, it holds a {type(values).__name__}")
-    return config_from_hf(values)
-
-
-def load_hf(directory: str | os.PathLike[str]) -> tuple[ModelConfig, dict[str, Any]]:
-    """Read (ModelConfig, numpy params) from an HF folder with one or several safetensors files.
-
-    Raises:
-        WeightsError: files are missing, unreadable or do not fit the config.
-    """
-    from safetensors import SafetensorError
-    from safetensors.numpy import load_file
-
-    cfg = load_config(directory)
-    files = sorted(Path(directory).glob("*.safetensors"))
-    if not files:
-        raise WeightsError(f"{directory} holds no *.safetensors file")
-    tensors: dict[str, np.ndarray] = {}
-    for path in files:
-        try:
-            tensors |= load_file(str(path))
-        except (OSError, SafetensorError) as error:
-            raise WeightsError(f"cannot read {path}: {error}") from error
-    return cfg, params_from_hf(cfg, tensors)
+    ordered = sorted(tensors, key=lambda tensor: -_dtype(params, tensor).itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    at = 0
+    for tensor in ordered:
+        end = at + _size(params, tensor)
+        code = _CODES[_dtype(params, tensor)]
+        header[tensor.name] = {
+            "dtype": code,
+            "shape": list(tensor.shape),
+            "data_offsets": [at, end],
+        }
+        at = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as handle:
+        handle.write(len(text).to_bytes(8, "little") + text)
+        for tensor in ordered:
+            handle.write(_host(params, tensor).reshape(-1).view(np.uint8).data)
 
 
 def _sync(path: Path) -> None:

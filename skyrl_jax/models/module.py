@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from skyrl_jax.core.config import ModelConfig
+from skyrl_jax.models.families import layer_shapes
 
 
 class Embed(nnx.Module):
@@ -30,34 +31,28 @@ class Embed(nnx.Module):
 
 
 class Layers(nnx.Module):
-    """All transformer blocks, stacked on a leading L axis (they run in one scan)."""
+    """All transformer blocks, stacked on a leading L axis (they run in one scan).
+
+    Which leaves there are is the family's matter (models/families.py).
+    """
 
     def __init__(self, cfg: ModelConfig, key: jax.Array) -> None:
-        """Draw projections with deviation 1/sqrt(fan in).
+        """Draw matrices with deviation 1/sqrt(fan in); norms start at one and biases at zero.
 
-        Those that write to the residual stream are smaller by sqrt(2 L), so that its size does not
-        grow with depth.
+        Matrices that write to the residual stream are smaller by sqrt(2 L), so that its size does
+        not grow with depth.
         """
-        n, d, f = cfg.num_layers, cfg.hidden_size, cfg.intermediate_size
-        heads, kv = cfg.num_heads * cfg.head_dim, cfg.num_kv_heads * cfg.head_dim
-        keys = iter(jax.random.split(key, 7))
-
-        def dense(fan_in: int, fan_out: int, gain: float = 1.0) -> nnx.Param[jax.Array]:
-            scale = gain / math.sqrt(fan_in)
-            return nnx.Param(scale * jax.random.normal(next(keys), (n, fan_in, fan_out)))
-
-        residual = 1.0 / math.sqrt(2 * n)
-        self.attn_norm = nnx.Param(jnp.ones((n, d)))
-        self.q = dense(d, heads)
-        self.k = dense(d, kv)
-        self.v = dense(d, kv)
-        self.o = dense(heads, d, residual)
-        self.q_norm = nnx.Param(jnp.ones((n, cfg.head_dim)))
-        self.k_norm = nnx.Param(jnp.ones((n, cfg.head_dim)))
-        self.mlp_norm = nnx.Param(jnp.ones((n, d)))
-        self.gate = dense(d, f)
-        self.up = dense(d, f)
-        self.down = dense(f, d, residual)
+        n, shapes = cfg.num_layers, layer_shapes(cfg)
+        drawn = [name for name, shape in shapes.items() if len(shape) > 1]
+        keys = dict(zip(drawn, jax.random.split(key, len(drawn)), strict=True))
+        for name, shape in shapes.items():
+            if name in keys:
+                gain = 1.0 / math.sqrt(2 * n) if name in ("o", "down", "expert_down") else 1.0
+                scale = gain / math.sqrt(shape[-2])
+                leaf = scale * jax.random.normal(keys[name], (n, *shape))
+            else:
+                leaf = jnp.zeros((n, *shape)) if name.endswith("bias") else jnp.ones((n, *shape))
+            setattr(self, name, nnx.Param(leaf))
 
 
 class FinalNorm(nnx.Module):

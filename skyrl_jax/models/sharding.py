@@ -19,7 +19,7 @@ from skyrl_jax.models.decoder import abstract_params
 
 AXES = ("data", "fsdp", "tensor", "context")
 
-# Logical axes of every leaf.
+# Logical axes of every leaf of any family (models/families.py).
 LOGICAL: dict[str, dict[str, tuple[str, ...]]] = {
     "embed": {"embedding": ("vocab", "embed")},
     "layers": {
@@ -27,6 +27,9 @@ LOGICAL: dict[str, dict[str, tuple[str, ...]]] = {
         "q": ("layers", "model", "heads"),
         "k": ("layers", "model", "kv_heads"),
         "v": ("layers", "model", "kv_heads"),
+        "q_bias": ("layers", "heads"),
+        "k_bias": ("layers", "kv_heads"),
+        "v_bias": ("layers", "kv_heads"),
         "o": ("layers", "heads", "model"),
         "q_norm": ("layers", "head_dim"),
         "k_norm": ("layers", "head_dim"),
@@ -34,6 +37,10 @@ LOGICAL: dict[str, dict[str, tuple[str, ...]]] = {
         "gate": ("layers", "model", "ffn"),
         "up": ("layers", "model", "ffn"),
         "down": ("layers", "ffn", "model"),
+        "router": ("layers", "model", "experts"),
+        "expert_gate": ("layers", "experts", "model", "ffn"),
+        "expert_up": ("layers", "experts", "model", "ffn"),
+        "expert_down": ("layers", "experts", "ffn", "model"),
     },
     "final_norm": {"scale": ("embed",)},
     "lm_head": {"kernel": ("embed", "vocab")},
@@ -48,10 +55,15 @@ RULES: dict[str, tuple[str, ...]] = {
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "ffn": ("tensor",),
+    "experts": (),  # every device has a part of every expert; a mesh axis of their own may follow
     "vocab": ("fsdp", "tensor"),
     "rows": ("data", "fsdp"),
     "tokens": ("context",),
 }
+
+
+# The largest leaf that may lie whole on every device of a mesh that could shard it.
+REPLICATED_BYTES = 64 * 2**20
 
 
 def make_mesh(cfg: MeshConfig) -> Mesh:
@@ -95,12 +107,27 @@ def spec(
     return PartitionSpec(*dims)
 
 
-def param_shardings(cfg: ModelConfig, mesh: Mesh) -> Any:
-    """Return a NamedSharding for each parameter (the tree of ``init_params``)."""
+def param_shardings(cfg: ModelConfig, mesh: Mesh | AbstractMesh) -> Any:
+    """Return a NamedSharding for each parameter (the tree of ``init_params``).
+
+    Raises:
+        ConfigError: a large leaf would lie whole on every device although the mesh has axes to
+            shard it over (``data`` is none: its devices are replicas on purpose).
+    """
+    spread = math.prod(n for axis, n in mesh.shape.items() if axis in ("fsdp", "tensor"))
 
     def one(path: Any, leaf: Any) -> NamedSharding:
         group, name = (p.key for p in path)
-        return NamedSharding(mesh, spec(mesh, LOGICAL[group][name], leaf.shape))
+        partition = spec(mesh, LOGICAL[group][name], leaf.shape)
+        size = math.prod(leaf.shape) * leaf.dtype.itemsize
+        if spread > 1 and size > REPLICATED_BYTES and not any(partition):
+            raise ConfigError(
+                f"no axis of the mesh {dict(mesh.shape)} divides leaf {group}.{name} "
+                f"{list(leaf.shape)} (axes {', '.join(LOGICAL[group][name])}): {size / 2**20:.0f} "
+                f"MB would lie on every device (at most {REPLICATED_BYTES / 2**20:.0f} may); "
+                "choose mesh.fsdp and mesh.tensor that divide one of its dimensions"
+            )
+        return NamedSharding(mesh, partition)
 
     return jax.tree_util.tree_map_with_path(one, abstract_params(cfg))
 

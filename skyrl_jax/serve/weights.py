@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -23,15 +22,8 @@ def read_weights(folder: Path, cfg: ModelConfig) -> Any:
     """
     if not (folder / "config.json").is_file():
         raise WeightsError(f"{folder} is no HF model folder: config.json is missing")
-    found, params = hf.load_hf(folder)
-    ours, theirs = dataclasses.asdict(cfg), dataclasses.asdict(found)
-    for name in ours:
-        if name not in ("checkpoint", "max_position") and ours[name] != theirs[name]:
-            raise WeightsError(
-                f"{folder}/config.json has {name} {theirs[name]!r}, the served model has "
-                f"{ours[name]!r}"
-            )
-    return _checked(params, folder, "")
+    hf.check_same_model(cfg, folder, whose="the served model")
+    return _checked(hf.load_hf(folder)[1], folder, "")
 
 
 def eos_ids(folder: Path) -> tuple[int, ...]:

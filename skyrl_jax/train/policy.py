@@ -43,7 +43,10 @@ class Policy:
         """Build the steps; nothing is compiled or allocated before it is used."""
         self._config = config
         self._sft_cfg = dataclasses.replace(
-            config.learner, lr=config.sft.lr, warmup_steps=config.sft.warmup_steps
+            config.learner,
+            lr=config.sft.lr,
+            warmup_steps=config.sft.warmup_steps,
+            schedule="constant",  # decay_steps counts RL updates
         )
         mesh = make_mesh(config.mesh)  # refuses axes that do not fit, on one device too
         self._mesh = mesh if jax.device_count() > 1 else None

@@ -88,6 +88,10 @@ def test_wrong_type_is_named_by_path(section, key, value):
         ("sandbox", "backend", "vm", "bwrap"),
         ("model", "num_kv_heads", 2, "multiple"),
         ("learner", "updates_per_batch", 99, "tasks_per_step"),
+        ("learner", "schedule", "cosine", "learner.decay_steps = 0.*after learner.warmup_steps"),
+        ("learner", "schedule", "linear", "constant, cosine"),
+        ("learner", "moment_dtype", "float16", "float32, bfloat16"),
+        ("learner", "remat", "some", "none, full, attn_out, dots"),
     ],
 )
 def test_combinations_that_make_no_sense_are_refused(section, key, value, text):

@@ -37,10 +37,14 @@ def model_cfg():
 def learner_cfg():
     return LearnerConfig(
         lr=1e-2,
+        schedule="constant",
         warmup_steps=0,
+        decay_steps=0,
+        min_lr_fraction=0.1,
         weight_decay=0.1,
         beta1=0.9,
         beta2=0.95,
+        moment_dtype="float32",
         max_grad_norm=0.0,
         compute_dtype="float32",
         row_length=24,

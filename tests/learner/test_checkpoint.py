@@ -173,7 +173,8 @@ def configs(hidden):
     model = ModelConfig(family="qwen3", vocab_size=40, hidden_size=hidden, num_layers=2,
         num_heads=4, num_kv_heads=2, head_dim=4, intermediate_size=24, rope_theta=1e4,
         rms_norm_eps=1e-6, tie_embeddings=True, max_position=64, checkpoint="")
-    learner = LearnerConfig(lr=1e-2, warmup_steps=0, weight_decay=0.0, beta1=0.9, beta2=0.95,
+    learner = LearnerConfig(lr=1e-2, schedule="constant", warmup_steps=0, decay_steps=0,
+        min_lr_fraction=0.1, weight_decay=0.0, beta1=0.9, beta2=0.95, moment_dtype="float32",
         max_grad_norm=0.0, compute_dtype="float32", row_length=24, micro_rows=2,
         updates_per_batch=1, epochs_per_batch=1, logprob_chunk=16, remat="none")
     return model, learner

@@ -278,7 +278,7 @@ def test_bfloat16_agrees_roughly(model_cfg, learner_cfg, objective, sequences, p
 def test_bad_settings_are_named(model_cfg, learner_cfg, objective, sequences, pack, replace, host):
     with pytest.raises(ConfigError, match=r"learner\.compute_dtype.*known: float32, bfloat16"):
         step_lib.make_score_fn(model_cfg, replace(learner_cfg, compute_dtype="float16"))
-    with pytest.raises(ConfigError, match=r"learner\.remat.*known: full, none"):
+    with pytest.raises(ConfigError, match=r"learner\.remat.*known: none, full, attn_out, dots"):
         step_lib.make_score_fn(model_cfg, replace(learner_cfg, remat="some"))
     with pytest.raises(ConfigError, match=r"4 rows cannot be split.*pad"):
         cfg = replace(learner_cfg, micro_rows=3)
@@ -291,3 +291,41 @@ def test_shape_checks_are_on(model_cfg):
 
     with pytest.raises(Exception, match="Type-check error"):
         ppo_clip_loss(jnp.zeros((2, 3)), jnp.zeros((3, 2)), clip_low=0.2, clip_high=0.2)
+
+
+def test_remat_changes_no_gradient(model_cfg, sequences, pack):
+    batch = pack(sequences, PACKED[:2], 24)
+    where = [jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segment_ids)]
+    params = decoder.init_params(model_cfg, jax.random.key(1))
+
+    def loss(p, remat):
+        return jnp.sum(jnp.sin(decoder.hidden_fn(model_cfg, p, *where, remat=remat)))
+
+    gradient = jax.jit(jax.grad(loss), static_argnums=1)
+    want = gradient(params, "none")
+    for remat in ("full", "attn_out", "dots"):
+        assert_close(gradient(params, remat), want, 1e-6)
+
+
+def test_remat_keeps_what_it_says(model_cfg, sequences, pack):
+    """Numbers per layer and token that the backward pass gets from the forward one."""
+    cfg, batch = model_cfg, pack(sequences, PACKED[:2], 24)
+    where = [jnp.asarray(x) for x in (batch.tokens, batch.positions, batch.segment_ids)]
+    params = decoder.init_params(cfg, jax.random.key(1))
+    saved = {}
+    for remat in ("none", "full", "attn_out", "dots"):
+
+        def hidden(p, remat=remat):
+            return decoder.hidden_fn(cfg, p, *where, remat=remat)
+
+        # The backward function closes over what was kept; per layer and token are [L, N, ...].
+        kept = jax.tree.leaves(jax.vjp(hidden, params)[1])
+        ours = [x for x in kept if x.shape[:2] == (cfg.num_layers, batch.tokens.size)]
+        saved[remat] = sum(x.size for x in ours) / (cfg.num_layers * batch.tokens.size)
+    d, heads = cfg.hidden_size, cfg.num_heads * cfg.head_dim
+    kv, f = cfg.num_kv_heads * cfg.head_dim, cfg.intermediate_size
+    assert saved["full"] == d
+    assert saved["attn_out"] == d + heads
+    # q, k, v, o, gate, up; not down: nothing but the next layer's input needs its result
+    assert saved["dots"] == d + heads + 2 * kv + d + 2 * f
+    assert saved["none"] > saved["dots"]

@@ -4,36 +4,48 @@ import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
-from skyrl_jax.core.config import MeshConfig, ModelConfig
+from skyrl_jax.core.config import MeshConfig
 from skyrl_jax.core.errors import ConfigError
 from skyrl_jax.models import decoder, sharding
+from tests.models import tiny
 
 
-def test_every_leaf_has_logical_axes_of_its_rank():
-    cfg = ModelConfig(
-        family="qwen3",
-        vocab_size=31,
-        hidden_size=20,
-        num_layers=2,
-        num_heads=6,
-        num_kv_heads=2,
-        head_dim=8,
-        intermediate_size=28,
-        rope_theta=1e4,
-        rms_norm_eps=1e-6,
-        tie_embeddings=False,
-        max_position=64,
-        checkpoint="",
-    )
-    params = decoder.abstract_params(cfg)
-    assert {k: set(v) for k, v in params.items()} == {
-        k: set(v) for k, v in sharding.LOGICAL.items()
-    }
+@pytest.mark.parametrize("family", tiny.FAMILIES)
+def test_every_leaf_has_logical_axes_of_its_rank(family):
+    params = decoder.abstract_params(tiny.config(family))
     for group, leaves in params.items():
         for name, leaf in leaves.items():
             axes = sharding.LOGICAL[group][name]
             assert len(axes) == leaf.ndim
             assert set(axes) <= set(sharding.RULES)
+
+
+def test_every_logical_leaf_belongs_to_a_family():
+    made = [decoder.abstract_params(tiny.config(family)) for family in tiny.FAMILIES]
+    for group, leaves in sharding.LOGICAL.items():
+        assert set(leaves) == set().union(*(params[group] for params in made))
+
+
+def test_experts_and_biases_are_spread():
+    mesh = AbstractMesh((1, 2, 4, 1), sharding.AXES)
+    made = sharding.param_shardings(tiny.config("qwen3_moe"), mesh)["layers"]
+    assert made["expert_up"].spec == PartitionSpec(None, None, ("fsdp",), ("tensor",))
+    assert made["expert_down"].spec == PartitionSpec(None, None, ("tensor",), ("fsdp",))
+    assert made["router"].spec == PartitionSpec(None, ("fsdp",), None)
+    biases = sharding.param_shardings(tiny.config("qwen2"), mesh)["layers"]
+    assert biases["q_bias"].spec == PartitionSpec(None, ("tensor",))
+
+
+def test_a_large_leaf_that_would_lie_whole_on_every_device_is_named():
+    # 3 divides neither the vocabulary nor the width: 2**24 x 2 fp32 = 128 MB on every device
+    odd = tiny.config("qwen3", vocab_size=2**24, hidden_size=2)
+    mesh = AbstractMesh((1, 3, 1, 1), sharding.AXES)
+    with pytest.raises(ConfigError, match=r"embed\.embedding \[16777216, 2\].*128 MB.*mesh\.fsdp"):
+        sharding.param_shardings(odd, mesh)
+    # replicas on purpose, one device, an axis that divides, and a leaf that is small enough
+    for shape in ((3, 1, 1, 1), (1, 1, 1, 1), (1, 2, 1, 1)):
+        sharding.param_shardings(odd, AbstractMesh(shape, sharding.AXES))
+    sharding.param_shardings(tiny.config("qwen3", vocab_size=2**22, hidden_size=4), mesh)
 
 
 def test_rules_and_fallback_where_an_axis_does_not_divide():
