@@ -46,7 +46,8 @@ def make_agent(renderer: ChatMLRenderer, **limits: float) -> CodeActAgent:
 
 def make_rollout(**changes: float) -> RolloutConfig:
     values = {
-        "tasks_per_step": 4, "samples_per_task": 2, "temperature": 1.0, "top_p": 1.0, "top_k": -1,
+        "tasks_per_step": 4, "samples_per_task": 2, "revisit_fraction": 0.0,
+        "temperature": 1.0, "top_p": 1.0, "top_k": -1,
         "max_turns": 4, "max_prompt_tokens": 400, "max_new_tokens": 64, "max_episode_tokens": 2000,
         "live_sandboxes": 4, "init_concurrency": 2, "grade_concurrency": 2, "init_timeout_s": 5.0,
         "run_timeout_s": 5.0, "grade_timeout_s": 5.0, "breaker": 0,

@@ -61,7 +61,8 @@ def test_zero_b_is_the_base_and_merge_is_the_adapted_forward(
     score = make_logprob_step(model_cfg, learner_cfg)
     plain = np.asarray(score(base, batch).logprobs)
     start = np.asarray(score(lora_lib.adapt(base, fresh, ALPHA), batch).logprobs)
-    assert start.tobytes() == plain.tobytes()
+    # W x + 0: equal up to how the two programs are fused
+    np.testing.assert_allclose(start, plain, rtol=1e-6, atol=1e-6 * np.abs(plain).max())
     same = lora_lib.merge(base, fresh, ALPHA)
     assert all(
         np.asarray(x).tobytes() == np.asarray(y).tobytes()

@@ -146,13 +146,14 @@ def test_canaries_cannot_be_spared(suite, monkeypatch):
     assert [score.verdict for score in found] == ["resolved"] + ["tampered"] * len(SPARING)
 
 
-def test_an_attack_that_only_sealing_catches(suite, monkeypatch):
+def test_an_attack_that_only_sealing_catches(suite, monkeypatch, tmp_path):
     row = task_row(suite.tasks("train")[0])
     numbered = f"name.startswith('test_{target(row)}_new_') and name[-1] > '1'"
     (sealed,) = verdicts(suite, [lookup(row, numbered)])
     assert (sealed.value, sealed.verdict) == (0.0, "unresolved")
     unsealed(monkeypatch)
-    assert verdicts(suite, [lookup(row, numbered)])[0].value == 1.0
+    bare = make_suite(tmp_path / "bare")  # the first one remembers what it graded
+    assert verdicts(bare, [lookup(row, numbered)])[0].value == 1.0
 
 
 def test_what_sealed_tests_expect_is_behind_the_operations(suite):
@@ -185,9 +186,10 @@ def test_a_canary_looks_like_the_other_tests():
             assert type(want) is type(right) and want != right
 
 
-@pytest.fixture(scope="module")
-def suite(tmp_path_factory):
-    return make_suite(tmp_path_factory.mktemp("suite"))
+@pytest.fixture
+def suite(tmp_path):
+    """A suite that has graded nothing: scores of equal diffs are kept (once.py)."""
+    return make_suite(tmp_path)
 
 
 def verdicts(suite, diffs):
@@ -365,6 +367,30 @@ def test_a_sandbox_that_ends_from_inside_is_tried_once_more_then_the_agents_faul
     score, provider = graded(raising(error), suite)
     assert (score.value, score.verdict) == (0.0, verdict)
     assert len(provider.created) == 2
+
+
+def test_equal_diffs_share_a_sandbox_and_another_diff_has_its_own(suite):
+    task = suite.tasks("train")[0]
+    gold = task_row(task).patch
+    other = after_diff(task_row(task), "\nUNUSED = 1\n")
+
+    async def run(provider):
+        made = []
+        create = provider.create
+
+        class Counting:
+            async def create(self, spec):
+                made.append(spec)
+                return await create(spec)
+
+        calls = (suite.reward(task, diff, Counting()) for diff in (gold, gold, other, gold))
+        scores = await asyncio.gather(*calls)
+        again = await suite.reward(task, gold, Counting())
+        return [score.verdict for score in (*scores, again)], len(made)
+
+    verdicts_found, sandboxes = in_bwrap(run)
+    assert verdicts_found == ["resolved", "resolved", "unresolved", "resolved", "resolved"]
+    assert sandboxes == 2
 
 
 def test_an_empty_diff_makes_no_sandbox(suite):

@@ -22,6 +22,7 @@ from skyrl_jax.tasks.swe.environment import SweEnvironment, opening
 from skyrl_jax.tasks.swe.harness import harness_grading
 from skyrl_jax.tasks.swe.layers import make_tools_layer, tools_digest
 from skyrl_jax.tasks.swe.logs import parse_light_log
+from skyrl_jax.tasks.swe.once import Once
 from skyrl_jax.tasks.swe.repo import WORKDIR, make_layer
 from skyrl_jax.tasks.swe.reward import grade, light_grading, refuse
 from skyrl_jax.tasks.swe.rows import SweRow
@@ -103,6 +104,7 @@ class SweSuite:
     ) -> None:
         """Index the rows; no layer is made yet."""
         self._trees = dict(trees or {})
+        self._graded = Once()
         self._agent = agent
         self._sandbox = sandbox
         self._cache = cache
@@ -144,21 +146,17 @@ class SweSuite:
         )
 
     async def reward(self, task: Task, submission: str, provider: SandboxProvider) -> Score:
-        """Grade a submission in a fresh sandbox from the diff alone; host errors propagate."""
+        """Grade a submission in a fresh sandbox from the diff alone; host errors propagate.
+
+        Equal diffs of a synthetic row are graded once (once.py).
+        """
         row = task_row(task)
         tree = self._trees.get(row.instance_id)
         refused = refuse(submission)
         if refused is not None:
             return replace(refused, breakdown={**refused.breakdown, **self.facts(task)})
         if tree is None:
-            hidden = hidden_files(row)
-            return await grade(
-                lambda: light_grading(row, hidden, submission),
-                parse_light_log,
-                provider,
-                self.spec(row),
-                GRADE_TIMEOUT_S,
-            )
+            return await self._light_reward(row, submission, provider)
         harness, excluded = tree.recipe.harness, tuple(tree.recipe.excluded)
         return await grade(
             lambda: harness_grading(row, harness, submission, excluded),
@@ -166,6 +164,20 @@ class SweSuite:
             provider,
             self.spec(row),
             HARNESS_TIMEOUT_S,
+        )
+
+    async def _light_reward(self, row: SweRow, submission: str, provider: SandboxProvider) -> Score:
+        hidden = hidden_files(row)
+        diff = hashlib.sha256(submission.encode("utf-8", "surrogateescape")).hexdigest()
+        return await self._graded.get(
+            f"{row.instance_id} {diff}",
+            lambda: grade(
+                lambda: light_grading(row, hidden, submission),
+                parse_light_log,
+                provider,
+                self.spec(row),
+                GRADE_TIMEOUT_S,
+            ),
         )
 
     def facts(self, task: Task) -> dict[str, Any]:
