@@ -72,7 +72,7 @@ def _quickstart() -> ConfigDict:
     c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1, context=1))
 
     c.learner = ConfigDict()
-    c.learner.lr = 6e-5
+    c.learner.lr = 4.5e-5
     c.learner.schedule = "constant"
     c.learner.warmup_steps = 0
     c.learner.decay_steps = 0  # read by "cosine" alone
@@ -168,7 +168,7 @@ def _quickstart() -> ConfigDict:
     c.eval = ConfigDict(dict(episodes=512, unseen_episodes=128, greedy=True, temperature=1.0))
 
     c.train = ConfigDict()
-    c.train.steps = 240
+    c.train.steps = 300
     c.train.time_limit_s = 1080.0  # leaves room for the last evaluation within 20 minutes
     c.train.checkpoint_every = 5
     c.train.keep_checkpoints = 3
