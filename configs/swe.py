@@ -72,7 +72,7 @@ def _quickstart() -> ConfigDict:
     c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1, context=1))
 
     c.learner = ConfigDict()
-    c.learner.lr = 4.5e-5
+    c.learner.lr = 3.5e-5
     c.learner.schedule = "constant"
     c.learner.warmup_steps = 0
     c.learner.decay_steps = 0  # read by "cosine" alone
