@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -39,6 +37,7 @@ from skyrl_jax.learner.step import (
     supervised_loss,
 )
 from skyrl_jax.models.decoder import LowRank
+from skyrl_jax.models.folder import whole_folder
 from skyrl_jax.models.sharding import LOGICAL, spec
 from skyrl_jax.rl.diagnostics import Tally
 
@@ -197,26 +196,12 @@ def export_peft(
     """
     from safetensors.numpy import save_file
 
-    target = Path(folder)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        new = temporary / "new"
-        new.mkdir()
-        save_file(
-            _peft_tensors(lora), str(new / "adapter_model.safetensors"), metadata={"format": "pt"}
-        )
-        config = json.dumps(_peft_config(lora, alpha, base_model), indent=2, sort_keys=True)
+    config = json.dumps(_peft_config(lora, alpha, base_model), indent=2, sort_keys=True)
+    with whole_folder(folder) as new:
+        weights = str(new / "adapter_model.safetensors")
+        save_file(_peft_tensors(lora), weights, metadata={"format": "pt"})
         (new / "adapter_config.json").write_text(config)
-        for path in new.iterdir():
-            with path.open("rb") as handle:
-                os.fsync(handle.fileno())
-        if target.exists():  # a folder that is not empty cannot be renamed over
-            target.rename(temporary / "old")
-        new.rename(target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return target
+    return Path(folder)
 
 
 def load_peft(folder: str | os.PathLike[str]) -> tuple[Params, float]:

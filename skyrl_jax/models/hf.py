@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import numpy as np
 from skyrl_jax.core.config import ModelConfig
 from skyrl_jax.core.errors import WeightsError
 from skyrl_jax.models.families import layer_shapes, param_shapes
+from skyrl_jax.models.folder import whole_folder
 from skyrl_jax.models.hf_config import (
     check_same_model,
     config_from_hf,
@@ -71,23 +70,14 @@ def save_hf(
             written.
     """
     _check_params(cfg, params)
-    target = Path(directory)
-    target.parent.mkdir(parents=True, exist_ok=True)
     dtype = np.dtype(params["final_norm"]["scale"].dtype).name
     config = config_to_hf(cfg, dtype, **(extra_config or {}))
-    temporary = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    try:
-        _write_weights(temporary, params, _shards(hf_table(cfg), params, max_shard_bytes))
-        (temporary / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True))
+    with whole_folder(directory) as folder:
+        _write_weights(folder, params, _shards(hf_table(cfg), params, max_shard_bytes))
+        (folder / "config.json").write_text(json.dumps(config, indent=1, sort_keys=True))
         for name, content in (files or {}).items():
-            (temporary / name).write_bytes(content)
-        for path in temporary.iterdir():
-            _sync(path)
-        temporary.chmod(0o755)
-        _replace(temporary, target)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
-    return target
+            (folder / name).write_bytes(content)
+    return Path(directory)
 
 
 def hf_tensors(cfg: ModelConfig, params: Any) -> Iterator[tuple[str, np.ndarray]]:
@@ -176,19 +166,3 @@ def _write_file(path: Path, params: Any, tensors: Sequence[HfTensor]) -> None:
         handle.write(len(text).to_bytes(8, "little") + text)
         for tensor in ordered:
             handle.write(_host(params, tensor).reshape(-1).view(np.uint8).data)
-
-
-def _sync(path: Path) -> None:
-    with path.open("rb") as handle:
-        os.fsync(handle.fileno())
-
-
-def _replace(temporary: Path, target: Path) -> None:
-    if not target.exists():
-        temporary.rename(target)
-        return
-    # A folder that is not empty cannot be renamed over: move it aside first.
-    aside = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    target.rename(aside / "old")
-    temporary.rename(target)
-    shutil.rmtree(aside, ignore_errors=True)
