@@ -12,6 +12,7 @@ standard deviation (n - 1), as in the common trainers.
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
@@ -87,10 +88,7 @@ def zero_cut(groups: Seq[TrajectoryGroup], reasons: Seq[str]) -> tuple[Trajector
             return member
         return replace(member, score=replace(member.score, value=min(0.0, member.score.value)))
 
-    return tuple(
-        replace(group, trajectories=tuple(reward(member) for member in group.trajectories))
-        for group in groups
-    )
+    return _each_member(groups, reward)
 
 
 def permute_rewards(groups: Seq[TrajectoryGroup], seed: int) -> tuple[TrajectoryGroup, ...]:
@@ -112,7 +110,13 @@ def permute_rewards(groups: Seq[TrajectoryGroup], seed: int) -> tuple[Trajectory
             return member
         return replace(member, score=replace(member.score, value=next(values)))
 
+    return _each_member(groups, reward)
+
+
+def _each_member(
+    groups: Seq[TrajectoryGroup], change: Callable[[Trajectory], Trajectory]
+) -> tuple[TrajectoryGroup, ...]:
     return tuple(
-        replace(group, trajectories=tuple(reward(member) for member in group.trajectories))
+        replace(group, trajectories=tuple(change(member) for member in group.trajectories))
         for group in groups
     )
