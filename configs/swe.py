@@ -46,6 +46,14 @@ def _quickstart() -> ConfigDict:
     c.name = "swe-quickstart"
     c.seed = 0
 
+    _tiny_policy(c)
+    _tiny_episodes(c)
+    _tiny_run(c)
+    return c
+
+
+def _tiny_policy(c: ConfigDict) -> None:
+    """Set the policy of the quick start and how it learns."""
     c.model = ConfigDict()
     c.model.family = "qwen3"
     c.model.vocab_size = 512
@@ -105,6 +113,9 @@ def _quickstart() -> ConfigDict:
     c.objective.masked_reasons = ()
     c.objective.zeroed_reasons = ("turns", "context")
 
+
+def _tiny_episodes(c: ConfigDict) -> None:
+    """Set how the quick start plays episodes."""
     c.rollout = ConfigDict()
     c.rollout.tasks_per_step = 16
     c.rollout.samples_per_task = 8
@@ -147,6 +158,9 @@ def _quickstart() -> ConfigDict:
     c.sandbox.lifetime_s = 600.0
     c.sandbox.best_effort = True
 
+
+def _tiny_run(c: ConfigDict) -> None:
+    """Set the tasks of the quick start, its warm start, its evaluations and its length."""
     c.tasks = ConfigDict(
         dict(source="synthetic", train=1024, heldout=136, unseen=64, templates=25, seed=0)
     )
@@ -173,7 +187,6 @@ def _quickstart() -> ConfigDict:
     c.train.checkpoint_every = 5
     c.train.keep_checkpoints = 3
     c.train.keep_weight_versions = 3
-    return c
 
 
 def _smollm2_135m() -> ConfigDict:

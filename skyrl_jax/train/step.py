@@ -49,15 +49,9 @@ async def run_step(
     """
     config, step = world.config, host.step + 1
     marks = [time.perf_counter()]
-    tasks = world.suite.tasks("train")
-    again, fresh, curriculum = draw(
-        host.curriculum,
-        len(tasks),
-        config.rollout.tasks_per_step,
-        config.rollout.revisit_fraction,
-        config.seed,
-        step,
-    )
+    tasks, rollout = world.suite.tasks("train"), config.rollout
+    share = (rollout.tasks_per_step, rollout.revisit_fraction)
+    again, fresh, curriculum = draw(host.curriculum, len(tasks), *share, config.seed, step)
     chosen = [*again, *fresh]
     drawn = [tasks[at] for at in chosen]
     collected = healthy(await (play or _collect)(world, drawn, step, on_progress))
@@ -102,10 +96,7 @@ async def run_step(
 
 
 async def _collect(
-    world: World,
-    tasks: Sequence[Task],
-    step: int,
-    on_progress: OnProgress,
+    world: World, tasks: Sequence[Task], step: int, on_progress: OnProgress
 ) -> Collected:
     rollout = world.config.rollout
     return await collect(
