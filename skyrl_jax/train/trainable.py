@@ -23,7 +23,10 @@ def check_trainable(config: RunConfig) -> RunConfig:
             "their tokenizer is not built yet; '' trains from fresh weights"
         )
     if config.model.family != "qwen3":
-        raise ConfigError(f"model.family = {config.model.family!r}: only 'qwen3' is built yet")
+        raise ConfigError(
+            f"model.family = {config.model.family!r}: a run trains 'qwen3' alone; other "
+            "families load, score and are served, but no run of one was made yet"
+        )
     if config.objective.kl_coef:
         raise ConfigError(
             f"objective.kl_coef = {config.objective.kl_coef}: the reference policy that a KL "
