@@ -80,7 +80,7 @@ def _tiny_policy(c: ConfigDict) -> None:
     c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1, context=1))
 
     c.learner = ConfigDict()
-    c.learner.lr = 3.5e-5
+    c.learner.lr = 4.5e-5
     c.learner.schedule = "constant"
     c.learner.warmup_steps = 0
     c.learner.decay_steps = 0  # read by "cosine" alone
@@ -179,7 +179,9 @@ def _tiny_run(c: ConfigDict) -> None:
     c.sft.probe_every = 50
     c.sft.probe_episodes = 384
 
-    c.eval = ConfigDict(dict(episodes=512, unseen_episodes=128, greedy=True, temperature=1.0))
+    c.eval = ConfigDict(
+        dict(every=75, episodes=512, unseen_episodes=128, greedy=True, temperature=1.0)
+    )
 
     c.train = ConfigDict()
     c.train.steps = 300

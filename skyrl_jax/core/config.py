@@ -194,8 +194,9 @@ class SftConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvalConfig:
-    """Evaluation before and after."""
+    """Evaluation before and after, and of the sampled held-out episodes in between."""
 
+    every: int  # steps between evaluations during training (0 = only before and after)
     episodes: int
     unseen_episodes: int
     greedy: bool

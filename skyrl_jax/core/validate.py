@@ -100,6 +100,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "sft.probe_from": (1, _INF),
     "sft.probe_every": (1, _INF),
     "sft.probe_episodes": (1, _INF),
+    "eval.every": (0, _INF),
     "eval.episodes": (0, _INF),
     "eval.unseen_episodes": (0, _INF),
     "eval.temperature": (0, 100),

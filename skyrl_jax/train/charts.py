@@ -47,8 +47,14 @@ class _Frame:
         return HEIGHT - _BOTTOM - (value - self.y_low) / span * (HEIGHT - _TOP - _BOTTOM)
 
 
-def line_chart(series: Sequence[Series], *, smooth: bool = True) -> str:
-    """Draw curves; with ``smooth`` the points are faint and their moving mean is strong."""
+def line_chart(series: Sequence[Series], *, smooth: bool = True, dots: bool = False) -> str:
+    """Draw curves; with ``smooth`` the points are faint and their moving mean is strong.
+
+    Args:
+        series: the curves.
+        smooth: add the moving mean where there are enough points.
+        dots: show every point, for curves that were measured at a few steps only.
+    """
     drawn = [item for item in series if item.points]
     if not drawn:
         return _empty()
@@ -61,7 +67,7 @@ def line_chart(series: Sequence[Series], *, smooth: bool = True) -> str:
             parts.append(_path(frame, moving_mean(item.points), color, opacity=1.0, width=2.2))
         else:
             parts.append(_path(frame, item.points, color, opacity=1.0, width=1.8))
-        parts.append(_markers(frame, item, color))
+        parts.append(_markers(frame, item, color, dots=dots))
     return _svg(parts)
 
 
@@ -176,12 +182,12 @@ def _path(frame: _Frame, points: Points, color: str, *, opacity: float, width: f
     )
 
 
-def _markers(frame: _Frame, item: Series, color: str) -> str:
+def _markers(frame: _Frame, item: Series, color: str, *, dots: bool) -> str:
     """Draw a dot a point, invisible until the pointer is on it; its title tells the value."""
     if len(item.points) > _MAX_MARKERS:
         return ""
     radius = 3 if len(item.points) > 1 else 4
-    shown = "dot" if len(item.points) > 1 else "dot alone"
+    shown = "dot alone" if dots or len(item.points) == 1 else "dot"
     name = text(item.name)
     return "".join(
         f'<circle class="{shown}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="{radius}" '

@@ -136,14 +136,31 @@ def score_groups(name: str, groups: Sequence[TrajectoryGroup]) -> Evaluation:
     return Evaluation(name=name, scores=scores, failed=failed)
 
 
-def drop(workdir: Path) -> None:
-    """Forget every stored evaluation: the policies that they measured will be made again."""
+def stored_sampled(workdir: Path) -> dict[int, Evaluation]:
+    """Return every stored evaluation on sampled held-out episodes by the steps it had behind it."""
+    found: dict[int, Evaluation] = {}
+    for path in sorted((workdir / "eval").glob("step_*-sampled.json")):
+        try:
+            values = {key: value for key, value in read_json(path).items() if key != "plan"}
+            found[_step(path)] = Evaluation(**values)
+        except (DataError, TypeError, AttributeError):
+            continue  # damaged: it was not made
+    return found
+
+
+def drop(workdir: Path, *, after: int = -1) -> None:
+    """Forget the stored evaluations of policies past a step: these will be made again."""
     for path in (workdir / "eval").glob("step_*"):
-        path.unlink()
+        if _step(path) > after:
+            path.unlink()
 
 
 def _path(workdir: Path, step: int, plan: EvalPlan) -> Path:
     return workdir / "eval" / f"step_{step:06d}-{plan.name}.json"
+
+
+def _step(path: Path) -> int:
+    return int(path.name.split("-")[0].removeprefix("step_"))
 
 
 def as_scores(found: Evaluation, tasks: Sequence[Task], sft: bool) -> Evaluation:

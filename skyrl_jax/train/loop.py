@@ -14,7 +14,7 @@ from typing import Any
 from skyrl_jax.actor.collect import Progress as Collecting
 from skyrl_jax.core.config import RunConfig
 from skyrl_jax.core.protocols import Tracker
-from skyrl_jax.train.evaluate import Evaluation, drop, evaluate, plans, stored
+from skyrl_jax.train.evaluate import Evaluation, drop, evaluate, plans, stored, stored_sampled
 from skyrl_jax.train.policy import Policy
 from skyrl_jax.train.progress import Progress
 from skyrl_jax.train.report import write_report
@@ -38,7 +38,8 @@ class Run:
     world: World
     policy: Policy
     progress: Progress
-    tracker: Tracker
+    tracker: Tracker  # a row a step
+    board: Tracker  # TensorBoard alone, for numbers that are no step's
     host: HostState
     began: float  # monotonic time at which host.wall_s would have been 0
     seconds: dict[str, float]  # where the time of this process went
@@ -95,6 +96,7 @@ async def run(
             made,
             after,
             wall_s=live.wall_s,
+            sampled=stored_sampled(workdir),
             opening_shapes=shapes,
         )
         summary |= {"setup_s": setup_s, "seconds": live.seconds}
@@ -130,6 +132,7 @@ async def open_run(config: RunConfig, workdir: Path, cache: Path) -> AsyncIterat
             policy=policy,
             progress=progress,
             tracker=Fanout(opened),
+            board=opened[-1],
             host=host,
             began=began - host.wall_s,
             seconds={},
@@ -160,6 +163,7 @@ async def resume(live: Run) -> None:
     """Bring files and server back to the restored step."""
     host = live.host
     live.progress.note(f"resuming after step {host.step}")
+    drop(live.workdir, after=host.step)  # an allowed change may have made them another policy's
     steps = [row["step"] for row in read_metrics(live.workdir / "metrics.jsonl")]
     if host.row and host.step not in steps:  # killed between the checkpoint and its row
         live.tracker.log(host.step, host.row)
@@ -178,16 +182,25 @@ async def measure_start(live: Run) -> dict[str, Evaluation]:
     return {name: made for name, made in found.items() if made is not None}
 
 
-async def measure(live: Run) -> dict[str, Evaluation]:
-    """Run (or read back) the evaluations of the policy that is served now."""
+async def measure(live: Run, *, only: str = "") -> dict[str, Evaluation]:
+    """Run (or read back) the evaluations of the policy that is served now.
+
+    Args:
+        live: the run.
+        only: the name of the one evaluation to make; all of them by default.
+    """
     found: dict[str, Evaluation] = {}
     marked, step = time.monotonic(), live.host.step
     for plan in plans(live.world):
+        if only not in ("", plan.name):
+            continue
         live.progress.phase(f"evaluate after step {step}: {plan.name}")
-        found[plan.name] = await evaluate(
+        result = await evaluate(
             live.world, step, plan, lambda seen: live.progress.sandboxes(seen.live)
         )
-        result = found[plan.name]
+        found[plan.name] = result
+        live.board.log(step, {f"eval/{plan.name}": result.rate})
+        live.progress.evaluated(plan.name, result.rate)
         live.progress.note(f"{plan.name}: {result.rate:.3f} of {result.episodes} episodes")
     live.spend("evaluate", marked)
     return found
@@ -195,26 +208,32 @@ async def measure(live: Run) -> dict[str, Evaluation]:
 
 async def train(live: Run) -> None:
     """Run the remaining steps; every step is on disk before the next begins."""
-    limit = live.config.train.time_limit_s
-
-    def watch(seen: Collecting) -> None:
-        live.progress.sandboxes(seen.live)
-
+    limit, every = live.config.train.time_limit_s, live.config.eval.every
     saved = live.host.step
-    marked = time.monotonic()
     while live.host.step < live.config.train.steps:
         if limit and live.wall_s > limit:
             live.progress.note(f"time limit of {limit:g} s reached after step {live.host.step}")
             break
-        begun = time.perf_counter()
-        live.progress.phase("collect")
-        outcome = await run_step(live.world, live.policy, live.host, watch)
-        if record(live, outcome, begun):
+        if every and live.host.step and live.host.step % every == 0:
+            await measure(live, only="sampled")
+        marked = time.monotonic()
+        if await advance(live):
             saved = live.host.step
+        live.spend("steps", marked)
     if saved != live.host.step:  # stopped by the time limit between two checkpoints
         save(live)
-    live.spend("steps", marked)
     live.host.ledger.check_closed()
+
+
+async def advance(live: Run) -> bool:
+    """Run one step and put it on disk; return whether a checkpoint of it was written."""
+
+    def watch(seen: Collecting) -> None:
+        live.progress.sandboxes(seen.live)
+
+    begun = time.perf_counter()
+    live.progress.phase("collect")
+    return record(live, await run_step(live.world, live.policy, live.host, watch), begun)
 
 
 def record(live: Run, outcome: StepOutcome, begun: float) -> bool:

@@ -49,6 +49,7 @@ class Progress:
         self._phase = "starting"
         self._sandboxes = 0
         self._metrics: dict[str, float] = {}
+        self._heldout: float | None = None
         self._live: Live | None = None
 
     def __enter__(self) -> Progress:
@@ -94,6 +95,11 @@ class Progress:
         """Print a line for a person above the display."""
         self._console.print(text, markup=False)
 
+    def evaluated(self, name: str, rate: float) -> None:
+        """Keep the resolved rate of the last evaluation of sampled held-out episodes in sight."""
+        if name == "sampled":
+            self._heldout = rate
+
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show a finished step's numbers."""
         self._done = step
@@ -113,6 +119,7 @@ class Progress:
         left = self.seconds_left()
         return [
             ("resolved", _percent(self._metrics.get("resolved_rate"))),
+            ("held-out", _percent(self._heldout)),
             ("reward", _number(self._metrics.get("reward_mean"), "{:.3f}")),
             ("failed", f"{self._metrics.get('failed_episodes', 0.0):.0f}"),
             ("tokens/s", _number(self._metrics.get("tokens_per_s"), "{:,.0f}")),

@@ -20,7 +20,11 @@ from skyrl_jax.train.tracker import read_metrics
 
 # (title, unit, metric names): one chart each, where the run has them.
 CURVES: tuple[tuple[str, str, tuple[str, ...]], ...] = (
-    ("Resolved rate", "share of the step's episodes", ("resolved_rate_fresh", "resolved_rate")),
+    (
+        "Resolved rate, training tasks",
+        "share of the step's episodes",
+        ("resolved_rate_fresh", "resolved_rate"),
+    ),
     ("Reward", "mean over the step's episodes", ("reward_mean",)),
     ("Loss", "", ("loss",)),
     ("Entropy", "nats per token", ("entropy_mean",)),
@@ -48,7 +52,7 @@ def write_report(workdir: Path) -> Path:
         [
             _header(summary, config),
             _table(summary),
-            _curves(metrics),
+            _curves(metrics, summary.get("resolved_curve") or ()),
             _transcripts(sample_episodes(workdir / "rollouts")),
             _values("Summary", summary),
             _values("Configuration", config),
@@ -145,8 +149,15 @@ def _table(summary: Mapping[str, Any]) -> str:
     )
 
 
-def _curves(metrics: Sequence[Mapping[str, Any]]) -> str:
-    charts = [
+def _curves(metrics: Sequence[Mapping[str, Any]], heldout: Sequence[Sequence[float]]) -> str:
+    charts = []
+    if heldout:
+        series = [
+            Series(name="sampled episodes of held-out tasks", points=[(x, y) for x, y in heldout])
+        ]
+        chart = line_chart(series, smooth=False, dots=True)
+        charts.append(_card("Resolved rate, held-out tasks", "share of episodes", chart, series))
+    charts += [
         _card(title, unit, line_chart(series), series)
         for title, unit, names in CURVES
         if (series := _series(metrics, names))

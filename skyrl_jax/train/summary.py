@@ -25,16 +25,29 @@ def summarize(
     after: Mapping[str, Evaluation],
     *,
     wall_s: float,
+    sampled: Mapping[int, Evaluation],
     opening_shapes: Iterable[str] = (),
 ) -> dict[str, Any]:
-    """Return ``summary.json``: fractions, intervals by bootstrap over tasks, counts, seconds."""
+    """Return ``summary.json``: fractions, intervals by bootstrap over tasks, counts, seconds.
+
+    Args:
+        config: of the run.
+        host: where it ended.
+        suite: its tasks.
+        before: evaluations of the first policy by name.
+        after: the same of the last policy.
+        wall_s: time of the run.
+        sampled: evaluations on sampled held-out episodes by the steps they had behind them.
+        opening_shapes: shapes of functions that the warm start only read.
+    """
     heldout = suite.tasks("heldout")
     summary: dict[str, Any] = {
         "seed": config.seed,
         "steps": host.step,
         "rl_episodes": host.episodes,
-        "infra_failures": host.failed + _failed(before) + _failed(after),
+        "infra_failures": host.failed + _failed(before, after, sampled),
         "mismatch_abs_mean_max": host.mismatch_max,
+        "resolved_curve": [[step, found.rate] for step, found in sampled.items()],
         "wall_s": wall_s,
         "ledger": host.ledger.to_json(),
         "sft_steps": host.sft.get("sft_steps", 0.0),
@@ -92,5 +105,11 @@ def _pair(prefix: str, before: Evaluation, after: Evaluation) -> dict[str, Any]:
     return values
 
 
-def _failed(evaluations: Mapping[str, Evaluation]) -> int:
-    return sum(found.failed for found in evaluations.values())
+def _failed(
+    before: Mapping[str, Evaluation],
+    after: Mapping[str, Evaluation],
+    sampled: Mapping[int, Evaluation],
+) -> int:
+    """Count what the host side broke; sampled evaluations are in ``sampled`` once each."""
+    others = [made for found in (before, after) for n, made in found.items() if n != "sampled"]
+    return sum(made.failed for made in [*others, *sampled.values()])

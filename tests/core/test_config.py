@@ -144,4 +144,4 @@ def test_diff_shows_both_values():
     a = flatten_config(parse_config(_values()))
     values = _values()
     values["learner"]["lr"] = 0.5
-    assert diff_config(a, flatten_config(parse_config(values))) == {"learner.lr": (3.5e-5, 0.5)}
+    assert diff_config(a, flatten_config(parse_config(values))) == {"learner.lr": (4.5e-5, 0.5)}

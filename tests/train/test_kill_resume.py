@@ -21,6 +21,8 @@ from skyrl_jax.learner.state import abstract_state
 from tests.train.jobs import SMALL, command, finish, start
 
 STEPS = 8
+# Held-out tasks are measured on the way: that must not move a bit of the training.
+EVAL = {"tasks__heldout": 2, "eval__episodes": 8, "eval__every": 3}
 
 
 def _params(workdir: Path) -> dict[str, np.ndarray]:
@@ -119,10 +121,10 @@ def _cgroups(owner: int) -> list[str]:
 @pytest.mark.xdist_group("whole_run")
 def test_killed_five_times_ends_with_the_same_bits_and_leaves_nothing(tmp_path):
     whole, broken = tmp_path / "whole", tmp_path / "broken"
-    result = finish(command(whole, train__steps=STEPS))
+    result = finish(command(whole, train__steps=STEPS, **EVAL))
     assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
 
-    argv, log = command(broken, train__steps=STEPS), tmp_path / "log"
+    argv, log = command(broken, train__steps=STEPS, **EVAL), tmp_path / "log"
     moments = [
         ("publish", _in_publish),
         ("checkpoint", _in_checkpoint_write),
@@ -154,6 +156,11 @@ def test_killed_five_times_ends_with_the_same_bits_and_leaves_nothing(tmp_path):
     assert moved > 0
     epoch = set().union(*(_tasks(whole, step) for step in range(1, 5)))
     assert len(epoch) == SMALL["tasks.train"], "2 tasks a step: 4 steps play each of the 8"
+    curves = [
+        json.loads((run / "summary.json").read_text())["resolved_curve"] for run in (whole, broken)
+    ]
+    assert [step for step, _ in curves[0]] == [0, 3, 6, STEPS]
+    assert curves[0] == curves[1]
     for step in range(1, STEPS + 1):
         assert _ids(whole, step) == _ids(broken, step), f"episodes of step {step} differ"
 

@@ -67,6 +67,7 @@ def _workdir(folder, content="hello", steps=12):
         "greedy_before": 0.3,
         "greedy_after": None,
         "steps": steps,
+        "resolved_curve": [[0, 0.25], [6, 0.3], [12, 0.4]],
         "episodes": 512,
         "tasks": 128,
         "rl_episodes": 3840,
@@ -112,8 +113,15 @@ def test_page_shows_the_run(tmp_path):
         "512 of 128 tasks",
     ):
         assert words in shown
-    for title in ("Resolved rate", "Loss", "Where a step's time goes", "Before and after"):
+    for title in (
+        "Resolved rate, held-out tasks",
+        "Loss",
+        "Where a step's time goes",
+        "Before and after",
+    ):
         assert title in shown
+    dots = [value for name, value in page.attributes if name == "class" and value == "dot alone"]
+    assert len(dots) == 3  # the measured points of the held-out curve are seen, not hidden
     assert page.tags.count("svg") >= 4 and page.tags.count("pre") >= 6
 
 

@@ -7,7 +7,7 @@ from dataclasses import asdict
 from configs.swe import get_config
 from skyrl_jax.core.config import parse_config
 from skyrl_jax.core.types import Task
-from skyrl_jax.train.evaluate import EvalPlan, Evaluation, _path, drop, stored
+from skyrl_jax.train.evaluate import EvalPlan, Evaluation, _path, drop, stored, stored_sampled
 from skyrl_jax.train.state import HostState
 from skyrl_jax.train.summary import summarize
 from skyrl_jax.train.workdir import write_json
@@ -49,7 +49,9 @@ def test_rates_gains_and_parts_of_the_held_out_tasks():
         {"sampled": before},
         {"sampled": after},
         wall_s=60.0,
+        sampled={0: before, 5: _evaluation(h0=[1, 0]), 7: after},
     )
+    assert found["resolved_curve"] == [[0, 1 / 8], [5, 1 / 2], [7, 5 / 8]]
     assert (found["episodes"], found["tasks"], found["steps"]) == (8, 4, 7)
     assert found["resolved_before"] == 1 / 8
     assert found["resolved_after"] == 5 / 8
@@ -67,7 +69,13 @@ def test_a_task_measured_once_only_is_in_no_gain():
     after = _evaluation(h0=[1, 1])
     config = parse_config(get_config("quickstart").to_dict())
     found = summarize(
-        config, HostState(), Suite(), {"sampled": before}, {"sampled": after}, wall_s=1.0
+        config,
+        HostState(),
+        Suite(),
+        {"sampled": before},
+        {"sampled": after},
+        wall_s=1.0,
+        sampled={},
     )
     assert (found["resolved_before"], found["resolved_after"]) == (0.0, 1.0)
 
@@ -79,5 +87,21 @@ def test_a_stored_evaluation_belongs_to_its_step_and_its_plan(tmp_path):
     assert stored(tmp_path, 4, PLAN) is None
     other = EvalPlan(name="sampled", split="heldout", samples=4, temperature=1.0)
     assert stored(tmp_path, 3, other) is None
-    drop(tmp_path)
+    assert stored_sampled(tmp_path) == {3: made}
+    drop(tmp_path, after=3)  # of a run that goes on after step 3
+    assert stored(tmp_path, 3, PLAN) == made
+    drop(tmp_path, after=2)
     assert stored(tmp_path, 3, PLAN) is None
+    assert stored_sampled(tmp_path) == {}
+
+
+def test_an_infrastructure_failure_of_any_evaluation_is_counted_once():
+    config = parse_config(get_config("quickstart").to_dict())
+    made = {
+        name: Evaluation(name=name, scores={"h0": [1.0]}, failed=failed)
+        for name, failed in (("sampled", 1), ("greedy", 10))
+    }
+    middle = Evaluation(name="sampled", scores={"h0": [1.0]}, failed=100)
+    sampled = {0: made["sampled"], 5: middle, 7: made["sampled"]}
+    found = summarize(config, HostState(), Suite(), made, made, wall_s=1.0, sampled=sampled)
+    assert found["infra_failures"] == 1 + 1 + 10 + 10 + 100

@@ -124,6 +124,8 @@ def _run(terminal):
     with Progress(10, first_step=2, console=console, clock=clock) as progress:
         progress.phase("warm start")
         progress.sandboxes(8)
+        progress.evaluated("sampled", 0.3125)
+        progress.evaluated("greedy", 0.9)
         progress.phase("collect")
         for step in (3, 4):
             clock.now += 30.0
@@ -140,7 +142,7 @@ def test_plain_log_has_one_line_a_step():
     lines = text.splitlines()
     assert lines[0] == "[0:00] warm start"
     assert lines[1].startswith(
-        "[0:30] step 3/10  resolved 25.0 %  reward 0.251  failed 0  tokens/s 1,234"
+        "[0:30] step 3/10  resolved 25.0 %  held-out 31.2 %  reward 0.251  failed 0  tokens/s"
     )
     assert "sandboxes 8" in lines[2] and lines[2].endswith("left 3:00")
     assert lines[3] == "[1:00] evaluate" and len(lines) == 4
@@ -148,6 +150,15 @@ def test_plain_log_has_one_line_a_step():
 
 def test_terminal_shows_every_field():
     text, _ = _run(terminal=True)
-    for shown in ("step 4/10", "25.0 %", "0.251", "1,234", "3:00", "evaluate", "sandboxes"):
+    for shown in (
+        "step 4/10",
+        "25.0 %",
+        "31.2 %",
+        "0.251",
+        "1,234",
+        "3:00",
+        "evaluate",
+        "sandboxes",
+    ):
         assert shown in text
     assert "\x1b[" in text
