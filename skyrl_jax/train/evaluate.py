@@ -6,6 +6,8 @@ and after training differ by the policy alone and their difference is paired.
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -78,13 +80,8 @@ def plans(world: World) -> tuple[EvalPlan, ...]:
 
 def stored(workdir: Path, step: int, plan: EvalPlan) -> Evaluation | None:
     """Return the evaluation of the policy after ``step`` that this run has made, if it has."""
-    try:
-        values = read_json(_path(workdir, step, plan))
-        if values is None or values.pop("plan") != asdict(plan):
-            return None
-        return Evaluation(**values)
-    except (DataError, TypeError, KeyError, AttributeError):
-        return None  # damaged: it was not made
+    found = _read(_path(workdir, step, plan))
+    return None if found is None or found[1] != asdict(plan) else found[0]
 
 
 async def evaluate(
@@ -140,18 +137,17 @@ def stored_sampled(workdir: Path) -> dict[int, Evaluation]:
     """Return every stored evaluation on sampled held-out episodes by the steps it had behind it."""
     found: dict[int, Evaluation] = {}
     for path in sorted((workdir / "eval").glob("step_*-sampled.json")):
-        try:
-            values = {key: value for key, value in read_json(path).items() if key != "plan"}
-            found[_step(path)] = Evaluation(**values)
-        except (DataError, TypeError, AttributeError):
-            continue  # damaged: it was not made
+        made, step = _read(path), _step(path)
+        if made is not None and step is not None:
+            found[step] = made[0]
     return found
 
 
 def drop(workdir: Path, *, after: int = -1) -> None:
     """Forget the stored evaluations of policies past a step: these will be made again."""
     for path in (workdir / "eval").glob("step_*"):
-        if _step(path) > after:
+        step = _step(path)
+        if step is not None and step > after:
             path.unlink()
 
 
@@ -159,8 +155,20 @@ def _path(workdir: Path, step: int, plan: EvalPlan) -> Path:
     return workdir / "eval" / f"step_{step:06d}-{plan.name}.json"
 
 
-def _step(path: Path) -> int:
-    return int(path.name.split("-")[0].removeprefix("step_"))
+def _step(path: Path) -> int | None:
+    """Return the step of an evaluation's file; ``None`` for a file that is none of ours."""
+    named = re.match(r"step_(\d{6,})-", path.name)
+    return int(named[1]) if named else None
+
+
+def _read(path: Path) -> tuple[Evaluation, Any] | None:
+    """Return a stored evaluation and its plan; a damaged one was not made."""
+    try:
+        values = read_json(path)
+        found, plan = Evaluation(**{k: v for k, v in values.items() if k != "plan"}), values["plan"]
+        return (found, plan) if math.isfinite(found.rate) else None
+    except (DataError, TypeError, KeyError, AttributeError):
+        return None
 
 
 def as_scores(found: Evaluation, tasks: Sequence[Task], sft: bool) -> Evaluation:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+import pytest
+
 from configs.swe import get_config
 from skyrl_jax.core.config import parse_config
 from skyrl_jax.core.types import Task
@@ -93,6 +95,27 @@ def test_a_stored_evaluation_belongs_to_its_step_and_its_plan(tmp_path):
     drop(tmp_path, after=2)
     assert stored(tmp_path, 3, PLAN) is None
     assert stored_sampled(tmp_path) == {}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        "",
+        "[]",
+        "{}",
+        '{"name": "sampled", "scores": [1], "failed": 0, "plan": {}}',
+        '{"name": "sampled", "scores": {"h0": "ab"}, "failed": 0, "plan": {}}',
+    ],
+)
+def test_a_damaged_evaluation_was_not_made(tmp_path, content):
+    path = _path(tmp_path, 3, PLAN)
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    path.with_name("step_last-sampled.json").write_text("of somebody")
+    assert stored(tmp_path, 3, PLAN) is None
+    assert stored_sampled(tmp_path) == {}
+    drop(tmp_path)
+    assert [left.name for left in path.parent.iterdir()] == ["step_last-sampled.json"]
 
 
 def test_an_infrastructure_failure_of_any_evaluation_is_counted_once():
