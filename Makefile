@@ -14,12 +14,13 @@ TESTS ?=
 WORKERS ?= 2
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
 
-.PHONY: help setup setup-test train test lint format verify-%
+.PHONY: help setup setup-test train test lint format verify-% lane-%
 
 help:
 	@echo "make train  set up, then run the main job (CONFIG=... picks a preset, ARGS=... adds flags)"
 	@echo "make test   set up, then run every test (TESTS=... picks some)"
 	@echo "make setup  set up alone: Debian packages as root, .venv, the sandbox base image"
+	@echo "make lane-parity  every model family against torch and transformers, in a venv of its own"
 	@echo "make lint   format check, lint, types, import rules"
 	@echo "make verify-01-main-job  measure what the main job promises; writes docs/verify/"
 
@@ -47,3 +48,7 @@ format: setup
 
 verify-%: setup-test
 	$(PY) benchmarks/verify.py $*
+
+# Tests against packages that .venv has not (tests/lanes), each in an environment of its own.
+lane-%:
+	@.ci/lane $* $(TESTS)

@@ -29,6 +29,9 @@ EXTRAS = {
     "parquet": [
         "pyarrow>=15",  # SWE-bench rows in parquet files
     ],
+    "gguf": [
+        "gguf>=0.17",  # llama.cpp's files, read once and written as an HF folder (models/gguf.py)
+    ],
     "tpu": [
         "jax[tpu]>=0.10.2,<0.13",  # libtpu of the matching JAX release
     ],
@@ -37,6 +40,7 @@ EXTRAS = {
         "pytest-timeout>=2.3",  # a hanging test fails instead of hanging the run
         "pytest-xdist>=3.6",  # two workers on two cores
         "hypothesis>=6.100",  # property tests
+        "gguf>=0.17",  # writes the small files that the tests of models/gguf.py read
         "msgspec>=0.19",  # reads the request schema inside the sglang wheel
         "beartype>=0.20",  # checks the jaxtyping shapes while tests run
         "ruff>=0.9",  # format and lint

@@ -13,17 +13,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
-import transformers
 from safetensors.numpy import load_file
 
-from skyrl_jax.models import decoder, hf
+from skyrl_jax.models import hf
+from tests.lanes.parity.sides import compiled_logits, load_theirs, our_logits, their_logits
 from tests.models import tiny
 
-# family, changes: no rope_theta is 1e6, transformers' own defaults are met nowhere
+# family, changes (rope_theta is 3e4 where nothing is said: neither 1e6 nor a default of theirs)
 CASES = {
     "llama": ("llama", {"rope_theta": 1e5}),
+    "llama-all-kv-heads-tied": ("llama", {"num_kv_heads": 4, "tie_embeddings": True}),
     "llama-scaled-tied": ("llama", {"tie_embeddings": True, "rope_theta": 5e5, **tiny.SCALING}),
-    "qwen2": ("qwen2", {"rope_theta": 3e5, "head_dim": 5 * 2, "hidden_size": 40}),
+    "qwen2": ("qwen2", {"rope_theta": 3e5, "head_dim": 10, "hidden_size": 40}),
     "qwen2-tied": ("qwen2", {"tie_embeddings": True, "head_dim": 10, "hidden_size": 40}),
     "qwen3": ("qwen3", {"rope_theta": 5e6}),
     "qwen3-one-kv-head": ("qwen3", {"num_kv_heads": 1, "tie_embeddings": True}),
@@ -35,70 +36,52 @@ CASES = {
     ),
 }
 T = 24
+LIMIT = 1e-4
 
 
 @pytest.fixture(params=sorted(CASES), scope="module")
 def both(request, tmp_path_factory):
     """(cfg, our params, transformers' model) of one case."""
     family, changes = CASES[request.param]
-    cfg = tiny.config(family, max_position=4096, **changes)
+    cfg = tiny.config(family, **({"max_position": 8192, "rope_theta": 3e4} | changes))
     params = tiny.params(cfg)
     folder = hf.save_hf(tmp_path_factory.mktemp(request.param) / "m", cfg, params)
-    model, report = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, attn_implementation="eager", output_loading_info=True
-    )
-    for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        assert not report[kind], (kind, report[kind])
+    model = load_theirs(folder)
     assert type(model).__name__ == hf.config_to_hf(cfg)["architectures"][0]
-    return cfg, params, model.float().eval()
+    return cfg, params, model
 
 
 def draw(cfg, shape, seed=0):
     return np.random.default_rng(seed).integers(0, cfg.vocab_size, shape)
 
 
-def our_logits(cfg, params, tokens, positions, segments):
-    args = (jnp.asarray(x, jnp.int32) for x in (tokens, positions, segments))
-    hidden = decoder.hidden_fn(cfg, params, *args)
-    return jnp.matmul(hidden, decoder.head(cfg, params), precision="highest")
-
-
-def their_logits(model, tokens, positions):
-    tokens, positions = (torch.from_numpy(np.asarray(x, np.int64)) for x in (tokens, positions))
-    return model(input_ids=tokens, position_ids=positions, use_cache=False).logits
-
-
-@pytest.mark.parametrize("first", [0, 1000])
-def test_logits(both, first):
+@pytest.mark.parametrize("first", [0, 8000])
+def test_logits(both, close, first):
     """Also at positions far from 0, where a wrong theta or scaling is wrong by whole turns."""
     cfg, params, model = both
     tokens = draw(cfg, (2, T))
     positions = np.tile(first + np.arange(T), (2, 1))
-    ours = jax.jit(our_logits, static_argnums=0)(
-        cfg, params, tokens, positions, np.ones_like(tokens)
-    )
+    ours = compiled_logits(cfg, params, tokens, positions, np.ones_like(tokens))
     with torch.no_grad():
         theirs = their_logits(model, tokens, positions).numpy()
     assert np.abs(theirs).max() > 1
-    np.testing.assert_allclose(ours, theirs, atol=1e-4 * np.abs(theirs).max())
+    close(f"{cfg.family} logits from position {first} on", ours, theirs, LIMIT)
 
 
-def test_packed_rows_are_the_separate_sequences(both):
+def test_packed_rows_are_the_separate_sequences(both, close):
     cfg, params, model = both
     lengths = (9, 6, 5)
     tokens, positions, segments = tiny.rows(cfg, [lengths], T)
-    ours = np.asarray(
-        jax.jit(our_logits, static_argnums=0)(cfg, params, tokens, positions, segments)
-    )
+    ours = np.asarray(compiled_logits(cfg, params, tokens, positions, segments))
     at = 0
     for n in lengths:
         with torch.no_grad():
             theirs = their_logits(model, tokens[:, at : at + n], np.arange(n)[None]).numpy()
-        np.testing.assert_allclose(ours[:, at : at + n], theirs, atol=1e-4 * np.abs(theirs).max())
+        close(f"{cfg.family} logits of packed rows", ours[:, at : at + n], theirs, LIMIT)
         at += n
 
 
-def test_gradients_of_the_mean_log_prob(both):
+def test_gradients_of_the_mean_log_prob(both, figure):
     cfg, params, model = both
     tokens = draw(cfg, (2, T), seed=1)
     positions = np.tile(np.arange(T), (2, 1))
@@ -121,14 +104,15 @@ def test_gradients_of_the_mean_log_prob(both):
     assert set(ours) == set(wanted)
     for name, array in ours.items():
         scale = np.abs(wanted[name]).max()
-        np.testing.assert_allclose(array, wanted[name], atol=1e-4 * scale + 1e-9, err_msg=name)
+        assert scale > 0, name  # every tensor takes part
+        relative = np.abs(array - wanted[name]).max() / scale
+        assert figure(f"{cfg.family} gradients, relative", relative) <= LIMIT, name
 
 
 def torch_gradients(cfg, model):
     """Yield (name in the file, gradient); newer releases hold the experts of a layer fused."""
     for name, parameter in model.named_parameters():
-        zero = torch.zeros_like(parameter)
-        gradient = (zero if parameter.grad is None else parameter.grad).numpy()
+        gradient = parameter.grad.numpy()
         stem, _, last = name.rpartition(".experts.")
         if last == "gate_up_proj":  # [E, 2 F, D]: gate, then up
             for e in range(cfg.num_experts):
