@@ -4,12 +4,13 @@ Command    python launchers/train.py --config=configs/swe.py[:PRESET] [--config.
 
 PRESET          hardware                       what it is
 quickstart      2 CPU cores, 20 minutes        tiny policy from scratch, synthetic repos, bwrap
-smollm2_135m    2 CPU cores, hours             SmolLM2-135M's shape; not trained yet
+smollm2_135m    2 CPU cores, hours             SmolLM2-135M's shape; no run was made yet
 qwen3_8b        v5e:4x4 or 8 x 80 GB           SkyRL-v0 8B recipe (no thinking)
 qwen3_14b       v5p:2x2x4 or 16 x 80 GB        SkyRL-v0 14B recipe
 qwen3_32b       v5p:2x4x4 or 16 x 80 GB        SA-SWE-32B recipe, rows of 40,960 tokens
 
-This version trains the quick start; it checks the other presets and refuses to train them.
+This version trains the quick start. smollm2_135m starts from fresh weights; the three recipes are
+checked and refused: their tasks (rows with docker images) and their tokenizers are not built yet.
 Without PRESET: quickstart where no accelerator is found, else qwen3_8b; the choice is printed.
 Expected of quickstart: see README.md (measured curve, interval and time).
 """
@@ -47,6 +48,7 @@ def _quickstart() -> ConfigDict:
     c.seed = 0
 
     _tiny_policy(c)
+    _tiny_objective(c)
     _tiny_episodes(c)
     _tiny_run(c)
     return c
@@ -97,7 +99,14 @@ def _tiny_policy(c: ConfigDict) -> None:
     c.learner.epochs_per_batch = 1
     c.learner.logprob_chunk = 512
     c.learner.remat = "none"
+    c.learner.reference_dtype = "float32"  # read where objective.kl_coef is not 0
+    c.learner.lora_rank = 0  # 0 = every parameter is trained
+    c.learner.lora_alpha = 16.0
+    c.learner.lora_targets = ("q", "k", "v", "o", "gate", "up", "down")
 
+
+def _tiny_objective(c: ConfigDict) -> None:
+    """Set what the quick start maximises."""
     c.objective = ConfigDict()
     c.objective.advantage = "grpo"
     c.objective.normalize_std = False
@@ -220,8 +229,8 @@ def _smollm2_135m() -> ConfigDict:
 def _qwen3_8b() -> ConfigDict:
     """SkyRL-v0 8B (no thinking): GRPO, 32 prompts x 8, 25 turns, prompt 31,232 + 1,536 new tokens.
 
-    This version validates the recipe; it refuses to train it (pretrained weights, the reference
-    policy of the KL and docker images of rows are not built yet).
+    This version validates the recipe; it refuses to train it (docker images of rows and the markup
+    of a foreign tokenizer are not built yet).
 
     Deviations from the published recipe (SkyRL-v0), on purpose:
       temperature 1.0 and top_p 1, top_k -1, no repetition penalty (recipe: 0.6, 0.95, 20, 1.5):

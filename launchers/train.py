@@ -20,6 +20,9 @@ _CONFIG = define_config_flag()
 _WORKDIR = flags.DEFINE_string("workdir", "", "run folder; default runs/<name>-seed<seed>-<time>")
 _CACHE = flags.DEFINE_string("cache_dir", ".cache", "folder shared over runs (images, task trees)")
 _ALLOW = flags.DEFINE_list("allow_change", [], "config keys that may differ on resume")
+_PROFILE = flags.DEFINE_list(
+    "profile_steps", [], "steps whose learner part is traced into WORKDIR/profile, e.g. 3,7"
+)
 
 
 def main(argv: list[str]) -> int:
@@ -27,14 +30,24 @@ def main(argv: list[str]) -> int:
     logging.set_verbosity(logging.ERROR)  # Orbax tells of every file it writes
     config = read_config(_CONFIG)
     from skyrl_jax.train.loop import run  # jax: only once the config is right
+    from skyrl_jax.train.tracing import parse_steps
     from skyrl_jax.train.workdir import Workdir
+
+    profile = parse_steps(_PROFILE.value)
 
     stamp = time.strftime("%Y%m%d-%H%M%S")
     root = Path(_WORKDIR.value or f"runs/{config.name}-seed{config.seed}-{stamp}")
     cache = Path(_CACHE.value).absolute()
     with Workdir(root, config, _ALLOW.value) as workdir:
         print(f"run folder: {workdir.root}", flush=True)
-        job = run(config, workdir.root, cache, setup_s=_setup_seconds(), opened=workdir.commit)
+        job = run(
+            config,
+            workdir.root,
+            cache,
+            setup_s=_setup_seconds(),
+            profile=profile,
+            opened=workdir.commit,
+        )
         try:
             report = asyncio.run(job)
         except (KeyboardInterrupt, asyncio.CancelledError):

@@ -79,6 +79,11 @@ class LearnerConfig:
     epochs_per_batch: int
     logprob_chunk: int  # tokens per chunk of the head
     remat: str  # "none" | "full" | "attn_out" | "dots" (models/decoder.py)
+    # A file of a run names all keys; only code may leave out these.
+    reference_dtype: str = "float32"  # of a KL penalty's frozen policy: "float32" | "bfloat16"
+    lora_rank: int = 0  # 0 = RL trains every parameter (the warm start always does)
+    lora_alpha: float = 16.0  # adapters count lora_alpha / lora_rank times
+    lora_targets: tuple[str, ...] = ()  # matrices of a layer: q, k, v, o, gate, up, down
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -79,6 +79,19 @@ class Tokenizer:
             raise DataError(f"tokenizer has no token {token!r}; train it with the added tokens")
         return int(found)
 
+    def lacks(self, tokens: Sequence[str] = (START, END, *MARKUP)) -> list[str]:
+        """Return those of ``tokens`` that are not special tokens here.
+
+        A special token is one id when we write it (``encode_markup``), and never what the same
+        characters in somebody else's text become (``encode``).
+        """
+
+        def special(token: str) -> bool:
+            found = self.encode_markup(token)
+            return len(found) == 1 and self.encode(token) != found
+
+        return [token for token in tokens if not special(token)]
+
     def encode(self, text: str) -> list[int]:
         """Encode untrusted text: special and markup strings stay ordinary characters."""
         return list(self._plain.encode(text, add_special_tokens=False).ids)

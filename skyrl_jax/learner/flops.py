@@ -23,6 +23,23 @@ from collections.abc import Sequence
 
 from skyrl_jax.core.config import ModelConfig
 
+# Dense bf16 FLOP/s of one JAX device (a chip; of TPU7x half of one) by its ``device_kind``.
+# Sources: Google Cloud's page of each TPU version; NVIDIA's data sheets, without sparsity.
+PEAK_BF16: dict[str, float] = {
+    "TPU v4": 275e12,
+    "TPU v5 lite": 197e12,
+    "TPU v5e": 197e12,
+    "TPU v5": 459e12,
+    "TPU v5p": 459e12,
+    "TPU v6 lite": 918e12,
+    "TPU v6e": 918e12,
+    "TPU7x": 1153.5e12,
+    "NVIDIA A100-SXM4-40GB": 312e12,
+    "NVIDIA A100-SXM4-80GB": 312e12,
+    "NVIDIA H100 80GB HBM3": 989e12,
+    "NVIDIA H200": 989e12,
+}
+
 
 def layer_matmul_params(cfg: ModelConfig) -> int:
     """Return N: parameters of all layers' projections that one token is multiplied with.
@@ -76,3 +93,14 @@ def mfu(flops: float, seconds: float, peak_flops: float) -> float:
             f"mfu needs seconds > 0 and peak_flops > 0, got {seconds:g} s and {peak_flops:g} FLOP/s"
         )
     return flops / (seconds * peak_flops)
+
+
+def peak_flops(device_kind: str, compute_dtype: str) -> float | None:
+    """Return the FLOP/s that one device could reach at most; ``None`` where that is not known.
+
+    Args:
+        device_kind: of a jax device.
+        compute_dtype: of the matmuls; makers state the peak of fp32 ones in several meanings, so
+            only "bfloat16" has one here.
+    """
+    return PEAK_BF16.get(device_kind) if compute_dtype == "bfloat16" else None

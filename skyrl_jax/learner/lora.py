@@ -28,7 +28,7 @@ from jaxtyping import Array
 from skyrl_jax.core.config import LearnerConfig, ModelConfig, ObjectiveConfig
 from skyrl_jax.core.errors import ConfigError, WeightsError
 from skyrl_jax.core.types import Batch
-from skyrl_jax.learner.state import Params, TrainState, fresh_state, shardings_like
+from skyrl_jax.learner.state import Params, TrainState, fresh_state, placed, shardings_like
 from skyrl_jax.learner.step import (
     Metrics,
     apply_update,
@@ -73,7 +73,7 @@ def lora_init(
             rank that is not low.
     """
     if not targets:
-        raise ConfigError(f"LoRA needs a target; known: {', '.join(MODULES)}")
+        raise ConfigError(f"learner.lora_targets: LoRA needs a target; known: {', '.join(MODULES)}")
     shapes = {n: leaf.shape for n, leaf in params_shapes["layers"].items() if n in MODULES}
     # Experts have one more axis, and families may lack a leaf.
     known = {n: shapes[n] for n in MODULES if len(shapes.get(n, ())) == 3}
@@ -82,12 +82,15 @@ def lora_init(
     layers = {}
     for name in targets:
         if name not in known:
-            raise ConfigError(f"LoRA target {name!r}: known of this model: {', '.join(known)}")
+            raise ConfigError(
+                f"learner.lora_targets: LoRA target {name!r}: known of this model: "
+                + ", ".join(known)
+            )
         num_layers, fan_in, fan_out = known[name]
         if not 0 < rank <= min(fan_in, fan_out):
             raise ConfigError(
-                f"LoRA rank {rank} must be at least 1 and at most {min(fan_in, fan_out)}, the "
-                f"smaller side of {name!r}"
+                f"learner.lora_rank: LoRA rank {rank} must be at least 1 and at most "
+                f"{min(fan_in, fan_out)}, the smaller side of {name!r}"
             )
         own = jax.random.fold_in(key, list(MODULES).index(name))
         a = jax.random.normal(own, (num_layers, fan_in, rank), jnp.float32) / np.sqrt(fan_in)
@@ -133,6 +136,17 @@ def lora_state(
     out = None if mesh is None else _state_shardings(learner_cfg, lora, mesh)
     made = jax.jit(fresh_state, static_argnums=0, out_shardings=out)(learner_cfg, lora)
     state: TrainState = made
+    return state
+
+
+def abstract_lora_state(
+    learner_cfg: LearnerConfig, lora: Params, mesh: jax.sharding.Mesh | None = None
+) -> TrainState:
+    """Return the state of adapters (given as arrays or shapes) as shapes, placed on a mesh."""
+    shapes: TrainState = jax.eval_shape(lambda tree: fresh_state(learner_cfg, tree), lora)
+    if mesh is None:
+        return shapes
+    state: TrainState = placed(shapes, _state_shardings(learner_cfg, lora, mesh))
     return state
 
 
@@ -240,7 +254,7 @@ def load_peft(folder: str | os.PathLike[str]) -> tuple[Params, float]:
 def _state_shardings(
     learner_cfg: LearnerConfig, lora: Params, mesh: jax.sharding.Mesh
 ) -> TrainState:
-    shapes = jax.eval_shape(lambda tree: fresh_state(learner_cfg, tree), lora)
+    shapes = abstract_lora_state(learner_cfg, lora)
     return shardings_like(lora_shardings(lora, mesh), shapes, mesh)
 
 

@@ -108,6 +108,16 @@ def shardings_like(params: Params, state: TrainState, mesh: jax.sharding.Mesh) -
     return shardings
 
 
+def placed(shapes: Any, shardings: Any) -> Any:
+    """Return shapes with a sharding each: what a checkpoint is restored into on a mesh."""
+    struct: Any = jax.ShapeDtypeStruct  # not typed
+
+    def one(leaf: Any, sharding: Any) -> Any:
+        return struct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree.map(one, shapes, shardings)
+
+
 def fresh_state(learner_cfg: LearnerConfig, params: Params) -> TrainState:
     """Return a state that owns an fp32 copy of ``params`` (any pytree); traceable."""
     ours = jax.tree.map(lambda x: jnp.array(x, jnp.float32, copy=True), params)

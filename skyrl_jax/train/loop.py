@@ -16,6 +16,7 @@ from skyrl_jax.core.config import RunConfig
 from skyrl_jax.core.protocols import Tracker
 from skyrl_jax.train.evaluate import Evaluation, drop, evaluate, plans, stored, stored_sampled
 from skyrl_jax.train.policy import Policy
+from skyrl_jax.train.pretrained import check_pretrained
 from skyrl_jax.train.progress import Progress
 from skyrl_jax.train.report import write_report
 from skyrl_jax.train.rollouts import rollout_path, write_rollouts
@@ -26,7 +27,7 @@ from skyrl_jax.train.tracker import Fanout, JsonlTracker, TensorBoardTracker, re
 from skyrl_jax.train.trainable import check_trainable
 from skyrl_jax.train.warmstart import warm_start
 from skyrl_jax.train.workdir import read_json, write_json
-from skyrl_jax.train.world import World, open_world
+from skyrl_jax.train.world import World, hf_extra, hf_files, open_world
 
 
 @dataclass(kw_only=True)
@@ -43,6 +44,7 @@ class Run:
     host: HostState
     began: float  # monotonic time at which host.wall_s would have been 0
     seconds: dict[str, float]  # where the time of this process went
+    profile: frozenset[int]  # steps whose learner part is traced
 
     def spend(self, part: str, since: float) -> float:
         """Add the time since ``since`` to a part's account; return the time now."""
@@ -62,6 +64,7 @@ async def run(
     cache: Path,
     *,
     setup_s: float = 0.0,
+    profile: frozenset[int] = frozenset(),
     opened: Callable[[], None] = lambda: None,
 ) -> Path:
     """Train until ``train.steps`` steps are done; return the path of the report.
@@ -73,20 +76,23 @@ async def run(
         workdir: the run folder.
         cache: shared over runs.
         setup_s: what the set-up before the run took, for the summary.
+        profile: steps whose learner part is traced into WORKDIR/profile.
         opened: called when the run stands where it left off, before anything is trained.
 
     Raises:
         ConfigError: the configuration asks for a part that is not built yet.
+        ConfigError, DataError: ``model.checkpoint`` is no folder to start from.
     """
     check_trainable(config)
     task = asyncio.current_task()
     if task is not None:
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    async with open_run(config, workdir, cache) as live:
+    async with open_run(config, workdir, cache, profile) as live:
         opened()
         before = await measure_start(live)
         await train(live)
         after = await measure(live)
+        export_adapters(live)
         shapes = read_json(workdir / "eval" / "opening_shapes.json") or []
         made = {name: before[name] for name in after if name in before}
         summary = summarize(
@@ -106,12 +112,16 @@ async def run(
 
 
 @asynccontextmanager
-async def open_run(config: RunConfig, workdir: Path, cache: Path) -> AsyncIterator[Run]:
+async def open_run(
+    config: RunConfig, workdir: Path, cache: Path, profile: frozenset[int] = frozenset()
+) -> AsyncIterator[Run]:
     """Open the parts of a run and bring policy and server to where the run stands."""
     began = time.monotonic()
     async with AsyncExitStack() as stack:
         policy = stack.enter_context(Policy(config, workdir / "checkpoints"))
         restored = policy.restore()
+        if restored is None and config.model.checkpoint:
+            check_pretrained(config.model)
         host = HostState() if restored is None else HostState.from_json(restored.host)
         progress = stack.enter_context(Progress(config.train.steps, first_step=host.step))
         progress.phase("open sandboxes, tasks and server")
@@ -136,6 +146,7 @@ async def open_run(config: RunConfig, workdir: Path, cache: Path) -> AsyncIterat
             host=host,
             began=began - host.wall_s,
             seconds={},
+            profile=profile,
         )
         marked = live.spend("open", began)
         if restored is None:
@@ -231,9 +242,11 @@ async def advance(live: Run) -> bool:
     def watch(seen: Collecting) -> None:
         live.progress.sandboxes(seen.live)
 
-    begun = time.perf_counter()
+    begun, step = time.perf_counter(), live.host.step + 1
+    trace = live.workdir / "profile" / f"step_{step:06d}" if step in live.profile else None
     live.progress.phase("collect")
-    return record(live, await run_step(live.world, live.policy, live.host, watch), begun)
+    outcome = await run_step(live.world, live.policy, live.host, watch, profile=trace)
+    return record(live, outcome, begun)
 
 
 def record(live: Run, outcome: StepOutcome, begun: float) -> bool:
@@ -260,6 +273,13 @@ def save(live: Run) -> None:
     """Write a checkpoint of the run as it stands."""
     live.host = replace(live.host, wall_s=live.wall_s)
     live.policy.save(live.host.step, live.host.to_json())
+
+
+def export_adapters(live: Run) -> None:
+    """LoRA: leave the adapters as a PEFT folder, and their base beside it."""
+    weights = live.workdir / "weights"
+    extra = {"extra_config": hf_extra(live.world.renderer), "files": hf_files(live.workdir)}
+    live.policy.export_peft(weights / "peft", weights / "base", **extra)
 
 
 def tell(live: Run, summary: Mapping[str, Any]) -> None:

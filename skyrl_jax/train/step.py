@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from skyrl_jax.actor.collect import Collected, Progress, collect, healthy
@@ -17,6 +18,7 @@ from skyrl_jax.core.types import Task, Trajectory, TrajectoryGroup
 from skyrl_jax.train.curriculum import draw, observe
 from skyrl_jax.train.policy import Policy, rows_per_minibatch
 from skyrl_jax.train.state import HostState
+from skyrl_jax.train.tracing import traced
 from skyrl_jax.train.world import World
 
 
@@ -40,12 +42,14 @@ async def run_step(
     on_progress: OnProgress = None,
     *,
     play: Play | None = None,
+    profile: Path | None = None,
 ) -> StepOutcome:
     """Play one batch of episodes under the served version and update the policy.
 
     The wall time of each part is in the metrics: wait_s (rollouts), pack_s, step_s, publish_s; the
     caller adds checkpoint_s and wall_s. ``play`` collects the groups of given tasks in another way
-    than through the world's sandboxes and server.
+    than through the world's sandboxes and server. ``profile``: the folder for a trace of the
+    learner's part (train/tracing.py).
     """
     config, step = world.config, host.step + 1
     marks = [time.perf_counter()]
@@ -71,7 +75,8 @@ async def run_step(
     ledger = host.ledger.sample(collected.sampled_tokens).train(batch.trained)
     ledger = ledger.drop_all(batch.dropped).drop("abandoned", collected.abandoned_tokens).check()
     marks.append(time.perf_counter())
-    learned = await asyncio.to_thread(policy.update, batch.minibatches)
+    with traced(profile):
+        learned = await asyncio.to_thread(policy.update, batch.minibatches)
     marks.append(time.perf_counter())
     await world.serve(policy.params, step)
     marks.append(time.perf_counter())

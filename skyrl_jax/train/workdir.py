@@ -6,7 +6,7 @@ WORKDIR/config.json   the configuration of the run (a changed one is refused)
         cache/        config of the served model (may be deleted)
         checkpoints/  full training states      weights/  published versions
         rollouts/     every episode             eval/     evaluations
-        metrics.jsonl summary.json report.html tensorboard/
+        metrics.jsonl summary.json report.html tensorboard/ profile/
 """
 
 from __future__ import annotations

@@ -33,6 +33,7 @@ from skyrl_jax.sync.publish import Publisher
 from skyrl_jax.tasks.swe.environment import PASSED
 from skyrl_jax.tasks.swe.rows import SweRow
 from skyrl_jax.tasks.swe.suite import SweSuite, row_digest, synthetic_splits, task_row
+from skyrl_jax.train.pretrained import TOKENIZER, pretrained_tokenizer
 from skyrl_jax.train.workdir import read_json, write_json
 from skyrl_jax.weights.store import FolderStore
 
@@ -111,8 +112,14 @@ async def open_world(
         url = await _open_server(config, workdir, renderer, stack)
         generator = SGLangGenerator(url, timeout_s=config.engine.request_timeout_s, gate_open=False)
         await stack.enter_async_context(generator)
-        served = {"eos_token_id": renderer.stop_id}
-        bridge = Bridge(store, [generator], workdir / "weights" / "hf", hf_config=served)
+        # the tokenizer beside the weights: another run can start from such a folder
+        bridge = Bridge(
+            store,
+            [generator],
+            workdir / "weights" / "hf",
+            hf_config=hf_extra(renderer),
+            files=hf_files(workdir),
+        )
         await stack.enter_async_context(bridge)
         yield World(
             config=config,
@@ -126,6 +133,16 @@ async def open_world(
             publisher=publisher,
             bridge=bridge,
         )
+
+
+def hf_extra(renderer: ChatMLRenderer) -> dict[str, int]:
+    """Return what config.json of this run's Hugging Face folders says beside the model."""
+    return {"eos_token_id": renderer.stop_id}
+
+
+def hf_files(workdir: Path) -> dict[str, bytes]:
+    """Return the files that this run's Hugging Face folders hold beside the model."""
+    return {TOKENIZER: (workdir / TOKENIZER).read_bytes()}
 
 
 def warm_start_corpus(tasks: Iterable[Task]) -> Iterable[str]:
@@ -217,8 +234,11 @@ def pinned_rows(
 
 
 def _open_tokenizer(config: RunConfig, workdir: Path, cache: Path, suite: SweSuite) -> Tokenizer:
-    """Train the tokenizer (or take it from the cache); it belongs to the run from then on."""
-    path = workdir / "tokenizer.json"
+    """Take the tokenizer of ``model.checkpoint``, or train one (or take it from the cache).
+
+    It belongs to the run from then on.
+    """
+    path = workdir / TOKENIZER
     if not path.exists() and any((workdir / "checkpoints").glob("[0-9]*")):
         raise DataError(
             f"{path} is gone but the run has checkpoints, whose policy speaks its tokens: bring it "
@@ -226,8 +246,11 @@ def _open_tokenizer(config: RunConfig, workdir: Path, cache: Path, suite: SweSui
         )
     if path.exists():
         return Tokenizer.load(path)
-    corpus = list(warm_start_corpus(suite.tasks("train")))
-    tokenizer = load_or_train(corpus, config.model.vocab_size, cache / "tokenizers")
+    if config.model.checkpoint:
+        tokenizer = pretrained_tokenizer(config.model)
+    else:
+        corpus = list(warm_start_corpus(suite.tasks("train")))
+        tokenizer = load_or_train(corpus, config.model.vocab_size, cache / "tokenizers")
     tokenizer.save(path)
     return tokenizer
 
@@ -311,5 +334,5 @@ async def ends_with(died: Callable[[], Awaitable[str]]) -> AsyncIterator[None]:
 
 def _empty_model(model: ModelConfig, folder: Path, renderer: ChatMLRenderer) -> Path:
     """Write a folder with config.json only: the server learns the shape, weights follow."""
-    write_json(folder / "config.json", hf.config_to_hf(model, eos_token_id=renderer.stop_id))
+    write_json(folder / "config.json", hf.config_to_hf(model, **hf_extra(renderer)))
     return folder

@@ -91,6 +91,7 @@ def test_wrong_type_is_named_by_path(section, key, value):
         ("learner", "schedule", "cosine", "learner.decay_steps = 0.*after learner.warmup_steps"),
         ("learner", "schedule", "linear", "constant, cosine"),
         ("learner", "moment_dtype", "float16", "float32, bfloat16"),
+        ("learner", "reference_dtype", "float16", "float32, bfloat16"),
         ("learner", "remat", "some", "none, full, attn_out, dots"),
     ],
 )

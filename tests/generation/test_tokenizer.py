@@ -42,6 +42,12 @@ def test_own_text_uses_one_token_per_markup_piece() -> None:
         assert len(TOKENIZER.encode(piece)) > 1
 
 
+def test_what_is_no_special_token_is_named() -> None:
+    assert TOKENIZER.lacks() == []
+    word = next(t for t in ("return", "def", "re") if len(TOKENIZER.encode_markup(t)) == 1)
+    assert TOKENIZER.lacks([word, START, "<tool_call>"]) == [word, "<tool_call>"]
+
+
 def test_every_id_decodes_and_an_id_of_no_token_is_a_replacement_character() -> None:
     everything = TOKENIZER.decode_bytes(range(TOKENIZER.vocab_size))
     assert START.encode() in everything

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from skyrl_jax.core.config import ModelConfig
-from skyrl_jax.learner.flops import layer_matmul_params, mfu, step_flops
+from skyrl_jax.learner.flops import layer_matmul_params, mfu, peak_flops, step_flops
 
 CFG = ModelConfig(
     family="qwen3", vocab_size=10, hidden_size=2, num_layers=3, num_heads=2, num_kv_heads=1,
@@ -49,3 +49,9 @@ def test_mfu():
     for seconds, peak in ((0.0, 1.0), (1.0, 0.0)):
         with pytest.raises(ValueError, match="seconds > 0 and peak_flops > 0"):
             mfu(1.0, seconds, peak)
+
+
+def test_a_peak_is_known_or_not_told():
+    assert peak_flops("TPU v5 lite", "bfloat16") == 197e12
+    assert peak_flops("TPU v5 lite", "float32") is None
+    assert peak_flops("cpu", "bfloat16") is None

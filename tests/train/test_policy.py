@@ -7,49 +7,45 @@ import dataclasses
 import numpy as np
 import pytest
 
-from configs.swe import get_config
-from skyrl_jax.batching.packing import Segment, pack
-from skyrl_jax.core.config import parse_config
 from skyrl_jax.core.errors import TrainingError
-from skyrl_jax.core.types import Sequence
+from skyrl_jax.learner.flops import step_flops
 from skyrl_jax.train.policy import Policy, mismatch
-from tests.train.jobs import SMALL
-
-
-def _config():
-    values = get_config("quickstart")
-    values.update_from_flattened_dict(SMALL | {"objective.entropy_coef": 0.0})
-    return parse_config(values.to_dict())
-
-
-def _batch(advantage: float):
-    mask = np.asarray([0, 0, 1, 1, 1], np.float32)
-    sequence = Sequence(
-        rollout_id="t/0",
-        token_ids=np.asarray([5, 6, 7, 8, 9], np.int32),
-        mask=mask,
-        behavior_logprobs=mask * np.float32(-6.0),
-        weight_versions=np.zeros(5, np.int32),
-        temperature=1.0,
-    )
-    segment = Segment(sequence=sequence, weights=mask / 3, advantage=advantage)
-    return pack([segment], row_length=512, micro_rows=2)
+from skyrl_jax.train.speed import devices_peak, learner_speed
+from tests.train import tiny
 
 
 def test_an_update_counts_and_a_step_without_one_finite_gradient_stops_the_run(tmp_path):
-    with Policy(_config(), tmp_path) as policy:
+    with Policy(tiny.config(), tmp_path) as policy:
         policy.start_rl()
-        found = policy.update([_batch(1.0)])
+        found = policy.update([tiny.batch(1.0), tiny.batch(-1.0, (7, 8, 9, 10))])
         assert found["skipped_updates"] == 0
-        assert found["grad_norm"] > 0
+        assert found["grad_norm"] > 0 and found["update_norm"] > 0
+        assert found["lr"] == pytest.approx(4.5e-5), "constant: the mean of the two"
+        assert (found["num_tokens"], found["num_trained_tokens"]) == (9, 5), "of both updates"
+        assert found["learner_tokens_per_s"] == pytest.approx(9 / found["update_s"])
+        assert found["score_s"] > 0
+        assert "mfu" not in found, "the peak of a CPU is not known"
         before = np.asarray(policy.params["embed"]["embedding"])
         with pytest.raises(TrainingError, match="all 1 updates"):
-            policy.update([_batch(float("inf"))])
+            policy.update([tiny.batch(float("inf"))])
         assert (np.asarray(policy.params["embed"]["embedding"]) == before).all()
 
 
+def test_speed_is_of_all_updates_and_mfu_of_the_model_flops():
+    config = tiny.config()
+    parts = [tiny.batch(1.0), tiny.batch(1.0, (5, 6, 7))]
+    found = learner_speed(config.model, parts, epochs=2, seconds=0.5, peak=1e9)
+    assert found["learner_tokens_per_s"] == 2 * (5 + 3) / 0.5
+    flops = 2 * step_flops(config.model, [5, 3])
+    assert found["mfu"] == pytest.approx(flops / (0.5 * 1e9), rel=1e-12)
+    without = learner_speed(config.model, parts, epochs=1, seconds=1.0, peak=None)
+    assert without == {"learner_tokens_per_s": 8.0}
+    assert learner_speed(config.model, [], epochs=1, seconds=1.0, peak=1e9) == {}
+    assert devices_peak(config, None) is None
+
+
 def test_mismatch_is_over_trained_tokens_and_absent_where_there_are_none():
-    batch = _batch(1.0)
+    batch = tiny.batch(1.0)
     logprobs = np.where(batch.loss_weights != 0, batch.behavior_logprobs + 0.5, 99.0)
     found = mismatch([batch], [logprobs])
     assert found == {"mismatch_abs_mean": 0.5, "mismatch_abs_max": 0.5}
