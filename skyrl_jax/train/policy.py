@@ -20,6 +20,8 @@ from skyrl_jax.core.config import RunConfig
 from skyrl_jax.core.errors import TrainingError
 from skyrl_jax.core.types import Batch
 from skyrl_jax.learner.checkpoint import Checkpoints, Restored
+from skyrl_jax.learner.distributed import Peers
+from skyrl_jax.learner.spread import feeding, whole
 from skyrl_jax.learner.state import (
     TrainState,
     abstract_state,
@@ -37,9 +39,10 @@ class Policy:
     Args:
         config: the run's configuration.
         folder: where checkpoints go.
+        peers: the other processes of the learner, which make the same calls in the same order.
     """
 
-    def __init__(self, config: RunConfig, folder: Path) -> None:
+    def __init__(self, config: RunConfig, folder: Path, peers: Peers | None = None) -> None:
         """Build the steps; nothing is compiled or allocated before it is used."""
         self._config = config
         self._sft_cfg = dataclasses.replace(
@@ -51,10 +54,12 @@ class Policy:
         mesh = make_mesh(config.mesh)  # refuses axes that do not fit, on one device too
         self._mesh = mesh if jax.device_count() > 1 else None
         args = (config.model, config.learner)
-        self._train_step = make_train_step(*args, config.objective, self._mesh)
-        self._sft_step = make_sft_step(config.model, self._sft_cfg, self._mesh)
-        self._logprob_step = make_logprob_step(*args, self._mesh)
-        self._checkpoints = Checkpoints(folder, keep=config.train.keep_checkpoints)
+        train = make_train_step(*args, config.objective, self._mesh)
+        self._train_step = feeding(train, self._mesh)
+        sft = make_sft_step(config.model, self._sft_cfg, self._mesh)
+        self._sft_step = feeding(sft, self._mesh)
+        self._logprob_step = feeding(make_logprob_step(*args, self._mesh), self._mesh)
+        self._checkpoints = Checkpoints(folder, keep=config.train.keep_checkpoints, peers=peers)
         self._state: TrainState | None = None
 
     def __enter__(self) -> Policy:
@@ -113,9 +118,7 @@ class Policy:
         Raises:
             TrainingError: every update of the step was skipped.
         """
-        scored = [
-            np.asarray(self._logprob_step(self.params, batch).logprobs) for batch in minibatches
-        ]
+        scored = [whole(self._logprob_step(self.params, batch).logprobs) for batch in minibatches]
         anchored = [
             dataclasses.replace(b, channels={**b.channels, "proximal_logprobs": logprobs})
             for b, logprobs in zip(minibatches, scored, strict=True)
