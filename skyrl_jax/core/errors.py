@@ -10,6 +10,7 @@
     │   ├── InfraError         daemon, kernel, disk or network under a sandbox
     │   ├── CapacityError      no room for another sandbox; try again later
     │   ├── ImageError         an image or root filesystem is missing or broken
+    │   ├── PeerError          another process of the learner is missing, late, dead or disagrees
     │   └── BreakerOpen        too many host failures in a row: the run stops, first cause kept
     ├── LedgerError            sampled tokens are not all accounted for: the run stops
     ├── TrainingError          updates that cannot be: not one gradient of a step was finite
@@ -80,6 +81,12 @@ class ImageError(HostError):
     """An image or root filesystem is missing or broken."""
 
     cause = "image"
+
+
+class PeerError(HostError):
+    """Another process of the learner is missing, late or dead; the message names it."""
+
+    cause = "peer"
 
 
 class BreakerOpen(HostError):

@@ -5,6 +5,10 @@
 The host part is JSON: data cursor, random state, counters, token ledger, config fingerprint, and
 per leaf of the state its shape, dtype and the sum of its bits (computed inside jit), so that a
 checkpoint that was damaged on disk is noticed when it is read, whatever damaged it.
+
+Several processes write and read one checkpoint together: each its own shards, process 0 the host
+part. They read on their own and then agree on the host whether all could, since one that found
+damage must not leave the others waiting in a barrier.
 """
 
 from __future__ import annotations
@@ -15,7 +19,7 @@ import json
 import logging
 import shutil
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +28,7 @@ from typing import Any
 import jax
 
 from skyrl_jax.core.errors import CheckpointError
+from skyrl_jax.learner.distributed import Peers
 from skyrl_jax.learner.export import bit_sums, leaf_name
 
 Host = dict[str, Any]
@@ -53,21 +58,33 @@ class Checkpoints:
 
     Saving is synchronous: when ``save`` returns, the checkpoint is whole and visible; when it
     raises or the process dies, the earlier ones are untouched.
+
+    Args:
+        root: the folder; made if absent. All processes must see the same one.
+        keep: how many checkpoints stay.
+        peers: the other processes of the learner, which make the same calls in the same order.
     """
 
-    def __init__(self, root: str | Path, *, keep: int) -> None:
-        """Open (and make) the folder; ``keep`` = how many checkpoints stay."""
+    def __init__(self, root: str | Path, *, keep: int, peers: Peers | None = None) -> None:
+        """Remember the arguments; nothing is touched before ``__enter__``."""
         self.root = Path(root).absolute()
         self._keep = keep
+        self._peers = peers or Peers()
         self._manager: Any = None
+        self._reader: Any = None
 
     def __enter__(self) -> Checkpoints:
-        """Start the manager; leftovers of writes that died are removed."""
+        """Start the manager; leftovers of writes that died are removed.
+
+        Raises:
+            CheckpointError: the folder cannot be used.
+            ConfigError: the processes do not see the same folder.
+        """
         try:
-            self.root.mkdir(parents=True, exist_ok=True)
-            for path in self.root.iterdir():
-                if ".orbax-checkpoint-tmp" in path.name:
-                    shutil.rmtree(path, ignore_errors=True)
+            if self._peers.index == 0:
+                self.root.mkdir(parents=True, exist_ok=True)
+                self._sweep()
+            self._peers.check_shared(self.root)
             self._open()
         except OSError as error:
             raise CheckpointError(f"cannot open checkpoint folder {self.root}: {error}") from error
@@ -80,7 +97,7 @@ class Checkpoints:
         trace: TracebackType | None,
     ) -> None:
         """Close the manager."""
-        self._manager.close()
+        self._close()
 
     def steps(self) -> list[int]:
         """Return the steps on disk, oldest first."""
@@ -129,7 +146,7 @@ class Checkpoints:
                 belongs to a model of another shape.
         """
         skipped: list[Skipped] = []
-        for step in reversed(self.steps()):
+        for step in reversed(self._peers.gather("steps on disk", self.steps())[0]):
             try:
                 host, state = self._read(step, template)
             except _DamagedError as error:
@@ -147,27 +164,41 @@ class Checkpoints:
         return None
 
     def _read(self, step: int, template: Any) -> tuple[Host, Any]:
-        from orbax import checkpoint as ocp
-
-        document = self._read_host(step)
-        _check_shapes(step, document["leaves"], template)
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(template))
-        # Orbax and tensorstore raise many types on a broken file; all mean the same here.
-        state = _guarded(
-            "its state cannot be read", lambda: self._manager.restore(step, args=args)["state"]
-        )
+        document: dict[str, Any] = {}
+        state: Any = None
+        reason = ""
+        try:
+            document, state = self._read_own(step, template)
+        except _DamagedError as error:
+            reason = str(error)
+        reasons = self._peers.gather(f"checkpoint {step} is read", reason)
+        if any(reasons):
+            raise _DamagedError(next(filter(None, reasons)))
         found = _describe(state, bit_sums(state))
         bad = [name for name, entry in document["leaves"].items() if found[name] != entry]
         if bad:
             raise _DamagedError(f"the bits of {bad[0]} are not those that were saved")
         return document["host"], state
 
+    def _read_own(self, step: int, template: Any) -> tuple[dict[str, Any], Any]:
+        """Read the host part and the shards of this process."""
+        from orbax import checkpoint as ocp
+
+        document = self._read_host(step)
+        _check_shapes(step, document["leaves"], template)
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(jax.tree.map(_placed, template)))
+        # Orbax and tensorstore raise many types on a broken file; all mean the same here.
+        state = _guarded(
+            "its state cannot be read", lambda: self._reader.restore(step, args=args)["state"]
+        )
+        return document, state
+
     def _read_host(self, step: int) -> dict[str, Any]:
         from orbax import checkpoint as ocp
 
         args = ocp.args.Composite(host=ocp.args.JsonRestore())
         document: dict[str, Any] = _guarded(
-            "its host state cannot be read", lambda: self._manager.restore(step, args=args)["host"]
+            "its host state cannot be read", lambda: self._reader.restore(step, args=args)["host"]
         )
         body = {key: document.get(key) for key in ("host", "leaves")}
         if document.get("crc32") != _crc(body):
@@ -175,27 +206,29 @@ class Checkpoints:
         return body
 
     def _open(self) -> None:
-        from orbax import checkpoint as ocp
+        self._close()
+        if self._peers.count == 1:
+            self._manager = self._reader = _make_manager(self.root, max_to_keep=self._keep)
+            return
+        everyone, alone = range(self._peers.count), [self._peers.index]
+        self._manager = _make_manager(self.root, everyone, max_to_keep=self._keep)
+        self._reader = _make_manager(self.root, alone, read_only=True)
 
-        if self._manager is not None:
-            self._manager.close()
-        self._manager = ocp.CheckpointManager(
-            self.root,
-            options=ocp.CheckpointManagerOptions(
-                max_to_keep=self._keep,
-                enable_async_checkpointing=False,
-                step_prefix=None,
-                step_format_fixed_length=6,
-                create=False,
-            ),
-        )
+    def _close(self) -> None:
+        for manager in {id(m): m for m in (self._manager, self._reader) if m is not None}.values():
+            manager.close()
 
-    def _give_up(self, step: int, error: Exception) -> None:
-        """Remove what a failed save left, and say what is wrong."""
+    def _sweep(self) -> None:
+        """Remove what writes that died have left."""
         for path in self.root.iterdir():
             if ".orbax-checkpoint-tmp" in path.name:
                 shutil.rmtree(path, ignore_errors=True)
-        self._open()
+
+    def _give_up(self, step: int, error: Exception) -> None:
+        """Remove what a failed save left, and say what is wrong."""
+        if self._peers.count == 1:  # others may still be writing, until this process has ended
+            self._sweep()
+            self._open()
         text = str(error)
         full = getattr(error, "errno", None) == errno.ENOSPC or "No space left" in text
         cause = f"the disk under {self.root} is full" if full else text.splitlines()[0][:300]
@@ -205,13 +238,52 @@ class Checkpoints:
 
     def _move_aside(self, step: int, reason: str) -> Skipped:
         target = self.root / f"damaged-{step:06d}"
-        shutil.rmtree(target, ignore_errors=True)
-        (self.root / f"{step:06d}").rename(target)
+        if self._peers.index == 0:
+            shutil.rmtree(target, ignore_errors=True)
+            (self.root / f"{step:06d}").rename(target)
+        self._peers.ready(f"checkpoint {step} is moved aside")
         return Skipped(step=step, reason=reason, moved_to=str(target))
 
 
 class _DamagedError(CheckpointError):
     """This checkpoint cannot be used; an older one may."""
+
+
+def _make_manager(root: Path, members: Sequence[int] = (), **options: Any) -> Any:
+    """Return an Orbax manager of the processes ``members``; of the only one where there are none.
+
+    With members it waits for them at barriers on the host that have a time limit; by default at
+    collectives without one.
+    """
+    from orbax import checkpoint as ocp
+
+    class Manager(ocp.CheckpointManager):  # type: ignore[misc]
+        def reached_preemption(self, step: int) -> bool:
+            return False  # our own loop asks, with numbers of its own (Peers.stop_requested)
+
+    processes = ocp.options.MultiprocessingOptions()
+    if members:
+        processes = ocp.options.MultiprocessingOptions(
+            primary_host=members[0], active_processes=set(members)
+        )
+    return Manager(
+        root,
+        options=ocp.CheckpointManagerOptions(
+            enable_async_checkpointing=False,
+            step_prefix=None,
+            step_format_fixed_length=6,
+            create=False,
+            multiprocessing_options=processes,
+            **options,
+        ),
+    )
+
+
+def _placed(leaf: Any) -> Any:
+    """Return a leaf's shape with a place: without one Orbax wants the devices that saved it."""
+    here = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    shaped: Any = jax.ShapeDtypeStruct  # untyped
+    return shaped(leaf.shape, leaf.dtype, sharding=here)
 
 
 @contextlib.contextmanager

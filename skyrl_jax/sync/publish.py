@@ -21,6 +21,7 @@ import orbax.checkpoint as ocp
 from skyrl_jax.core.config import ModelConfig
 from skyrl_jax.core.types import WeightVersion
 from skyrl_jax.learner.export import bit_sum, leaf_name
+from skyrl_jax.learner.spread import whole
 from skyrl_jax.models import decoder
 from skyrl_jax.weights.store import FolderStore
 
@@ -48,7 +49,8 @@ class Publisher:
         self._dtype = dtype
         self._tolerance = tolerance
         self._facts = jax.jit(partial(_facts, cfg, dtype))
-        self._checkpointer = _checkpointer()
+        together = jax.distributed.is_initialized()
+        self._checkpointer = _checkpointer(range(jax.process_count()) if together else ())
 
     def __enter__(self) -> Publisher:
         """Return self."""
@@ -66,32 +68,44 @@ class Publisher:
             number: the version.
             probe_ids: prompt whose log-probs a server must reproduce (2 tokens or more).
         """
-        ids = np.asarray(probe_ids, np.int32)
-        cast, sums, logprobs = self._facts(params, ids)
+        cast, sums, logprobs = self.cast(params, probe_ids)
         manifest = {
             "model": dataclasses.asdict(self._cfg),
             "leaves": {
                 name: {"shape": list(leaf.shape), "dtype": leaf.dtype.name, "bit_sum": int(total)}
-                for (name, leaf), total in zip(leaves(cast), jax.device_get(sums), strict=True)
+                for (name, leaf), total in zip(leaves(cast), sums, strict=True)
             },
             "probe": {
-                "input_ids": ids.tolist(),
-                "logprobs": np.asarray(logprobs).tolist(),
+                "input_ids": np.asarray(probe_ids, np.int32).tolist(),
+                "logprobs": logprobs.tolist(),
                 "tolerance": self._tolerance,
             },
         }
 
         def write(folder: Path) -> None:
-            self._checkpointer.save(folder.absolute(), cast)
+            self.write(folder, cast)
 
         return self._store.publish(number, write, manifest)
+
+    def cast(self, params: Any, probe_ids: Sequence[int]) -> tuple[Any, list[int], np.ndarray]:
+        """Return the params as servers get them, each leaf's bit sum, and the probe's log-probs.
+
+        A device program: with several processes all call it together.
+        """
+        cast, sums, logprobs = self._facts(params, np.asarray(probe_ids, np.int32))
+        return cast, jax.device_get(sums), whole(logprobs)
+
+    def write(self, folder: Path, cast: Any) -> None:
+        """Write cast params to ``folder``; with several processes each writes its own shards."""
+        self._checkpointer.save(folder.absolute(), cast)
 
 
 class Restorer:
     """Read published params back as numpy; a context manager that owns one checkpointer."""
 
     def __init__(self) -> None:
-        self._checkpointer = _checkpointer()
+        together = jax.distributed.is_initialized()  # and this process reads alone
+        self._checkpointer = _checkpointer([jax.process_index()] if together else ())
 
     def __enter__(self) -> Restorer:
         """Return self."""
@@ -131,7 +145,14 @@ def _facts(cfg: ModelConfig, dtype: str, params: Any, ids: Any) -> tuple[Any, An
     return cast, sums, logprobs
 
 
-def _checkpointer() -> Any:
+def _checkpointer(members: Sequence[int]) -> Any:
+    """Return a checkpointer of the processes ``members``; of the only one where there are none."""
+    processes = ocp.options.MultiprocessingOptions()
+    if members:
+        processes = ocp.options.MultiprocessingOptions(
+            primary_host=members[0], active_processes=set(members)
+        )
     # one file a chunk instead of OCDBT: half the CPU time for a small model, and on a mesh each
     # host still writes its own shards
-    return ocp.PyTreeCheckpointer(use_ocdbt=False)
+    handler = ocp.PyTreeCheckpointHandler(use_ocdbt=False, multiprocessing_options=processes)
+    return ocp.Checkpointer(handler, multiprocessing_options=processes)

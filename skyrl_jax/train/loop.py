@@ -8,12 +8,15 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from skyrl_jax.actor.collect import Progress as Collecting
 from skyrl_jax.core.config import RunConfig
 from skyrl_jax.core.protocols import Tracker
+from skyrl_jax.learner.distributed import Peers
+from skyrl_jax.sync.publish import Publisher
 from skyrl_jax.train.evaluate import Evaluation, drop, evaluate, plans, stored, stored_sampled
 from skyrl_jax.train.policy import Policy
 from skyrl_jax.train.pretrained import check_pretrained
@@ -23,6 +26,7 @@ from skyrl_jax.train.rollouts import rollout_path, write_rollouts
 from skyrl_jax.train.state import HostState
 from skyrl_jax.train.step import StepOutcome, run_step
 from skyrl_jax.train.summary import summarize
+from skyrl_jax.train.together import Lead, LeadPolicy, LeadPublisher, ticking
 from skyrl_jax.train.tracker import Fanout, JsonlTracker, TensorBoardTracker, read_metrics
 from skyrl_jax.train.trainable import check_trainable
 from skyrl_jax.train.warmstart import warm_start
@@ -37,7 +41,7 @@ class Run:
     config: RunConfig
     workdir: Path
     world: World
-    policy: Policy
+    policy: Policy | LeadPolicy
     progress: Progress
     tracker: Tracker  # a row a step
     board: Tracker  # TensorBoard alone, for numbers that are no step's
@@ -45,6 +49,7 @@ class Run:
     began: float  # monotonic time at which host.wall_s would have been 0
     seconds: dict[str, float]  # where the time of this process went
     profile: frozenset[int]  # steps whose learner part is traced
+    lead: Lead | None = None  # where other processes train too
 
     def spend(self, part: str, since: float) -> float:
         """Add the time since ``since`` to a part's account; return the time now."""
@@ -66,6 +71,7 @@ async def run(
     setup_s: float = 0.0,
     profile: frozenset[int] = frozenset(),
     opened: Callable[[], None] = lambda: None,
+    lead: Lead | None = None,
 ) -> Path:
     """Train until ``train.steps`` steps are done; return the path of the report.
 
@@ -78,6 +84,8 @@ async def run(
         setup_s: what the set-up before the run took, for the summary.
         profile: steps whose learner part is traced into WORKDIR/profile.
         opened: called when the run stands where it left off, before anything is trained.
+        lead: the other processes of the learner, where there are any. SIGTERM to one of them then
+            ends the run as cancelled, with a checkpoint of the last whole step.
 
     Raises:
         ConfigError: the configuration asks for a part that is not built yet.
@@ -85,9 +93,9 @@ async def run(
     """
     check_trainable(config)
     task = asyncio.current_task()
-    if task is not None:
+    if task is not None and lead is None:  # with a lead SIGTERM is JAX's (learner/distributed.py)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    async with open_run(config, workdir, cache, profile) as live:
+    async with open_run(config, workdir, cache, profile, lead) as live:
         opened()
         before = await measure_start(live)
         await train(live)
@@ -113,12 +121,17 @@ async def run(
 
 @asynccontextmanager
 async def open_run(
-    config: RunConfig, workdir: Path, cache: Path, profile: frozenset[int] = frozenset()
+    config: RunConfig,
+    workdir: Path,
+    cache: Path,
+    profile: frozenset[int] = frozenset(),
+    lead: Lead | None = None,
 ) -> AsyncIterator[Run]:
     """Open the parts of a run and bring policy and server to where the run stands."""
     began = time.monotonic()
     async with AsyncExitStack() as stack:
-        policy = stack.enter_context(Policy(config, workdir / "checkpoints"))
+        await stack.enter_async_context(ticking(lead))
+        policy = stack.enter_context(make_policy(config, workdir, lead))
         restored = policy.restore()
         if restored is None and config.model.checkpoint:
             check_pretrained(config.model)
@@ -134,7 +147,10 @@ async def open_run(
             TensorBoardTracker(workdir / "tensorboard", restored_step=host.step),
         ]
         opened = [stack.enter_context(tracker) for tracker in trackers]
-        world = await stack.enter_async_context(open_world(config, workdir, cache, progress.note))
+        publisher = partial(LeadPublisher, lead) if lead else Publisher
+        world = await stack.enter_async_context(
+            open_world(config, workdir, cache, progress.note, publisher)
+        )
         live = Run(
             config=config,
             workdir=workdir,
@@ -147,14 +163,28 @@ async def open_run(
             began=began - host.wall_s,
             seconds={},
             profile=profile,
+            lead=lead,
         )
         marked = live.spend("open", began)
         if restored is None:
             await start(live)
             live.spend("warm start", marked)
         else:
+            settle(live, saved=True)
             await resume(live)
-        yield live
+        try:
+            yield live
+        except asyncio.CancelledError:
+            if lead is not None and lead.stop and lead.unsaved:
+                save(live)
+            raise
+
+
+def make_policy(config: RunConfig, workdir: Path, lead: Lead | None) -> Policy | LeadPolicy:
+    """Return the policy of a run, over all processes where there are several."""
+    peers = lead.peers if lead else Peers()
+    policy = Policy(config, workdir / "checkpoints", peers)
+    return LeadPolicy(policy, lead) if lead else policy
 
 
 async def start(live: Run) -> None:
@@ -256,6 +286,7 @@ def record(live: Run, outcome: StepOutcome, begun: float) -> bool:
         Whether a checkpoint was written.
     """
     live.host = replace(outcome.host, wall_s=live.wall_s)
+    settle(live)
     step, marked = live.host.step, time.perf_counter()
     write_rollouts(rollout_path(live.workdir, step), outcome.trajectories)
     due = step == live.config.train.steps or step % live.config.train.checkpoint_every == 0
@@ -273,10 +304,19 @@ def save(live: Run) -> None:
     """Write a checkpoint of the run as it stands."""
     live.host = replace(live.host, wall_s=live.wall_s)
     live.policy.save(live.host.step, live.host.to_json())
+    settle(live, saved=True)
+
+
+def settle(live: Run, *, saved: bool = False) -> None:
+    """Note that host state and policy are those of one step, and whether they are on disk."""
+    if live.lead is not None:
+        live.lead.settle(saved=saved)
 
 
 def export_adapters(live: Run) -> None:
     """LoRA: leave the adapters as a PEFT folder, and their base beside it."""
+    if not isinstance(live.policy, Policy):
+        return  # several processes train every parameter
     weights = live.workdir / "weights"
     extra = {"extra_config": hf_extra(live.world.renderer), "files": hf_files(live.workdir)}
     live.policy.export_peft(weights / "peft", weights / "base", **extra)

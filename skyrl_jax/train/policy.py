@@ -22,7 +22,9 @@ from skyrl_jax.core.config import RunConfig
 from skyrl_jax.core.errors import TrainingError
 from skyrl_jax.core.types import Batch
 from skyrl_jax.learner.checkpoint import Checkpoints, Restored
+from skyrl_jax.learner.distributed import Peers
 from skyrl_jax.learner.reference import CHANNEL, make_reference_channel
+from skyrl_jax.learner.spread import feeding, whole
 from skyrl_jax.learner.state import TrainState, state_from_params
 from skyrl_jax.learner.step import make_logprob_step, make_sft_step
 from skyrl_jax.models import hf
@@ -42,12 +44,13 @@ class Policy:
     Args:
         config: the run's configuration.
         folder: where checkpoints go.
+        peers: the other processes of the learner, which make the same calls in the same order.
 
     Raises:
         ConfigError: the mesh does not fit the devices, or the adapters do not fit the model.
     """
 
-    def __init__(self, config: RunConfig, folder: Path) -> None:
+    def __init__(self, config: RunConfig, folder: Path, peers: Peers | None = None) -> None:
         """Build the steps; nothing is compiled or allocated before it is used."""
         self._config = config
         self._sft_cfg = dataclasses.replace(
@@ -60,11 +63,12 @@ class Policy:
         self._mesh = mesh if jax.device_count() > 1 else None
         args = (config.model, config.learner, self._mesh)
         self._trained = make_trained(config, self._mesh)
-        self._sft_step = make_sft_step(config.model, self._sft_cfg, self._mesh)
-        self._logprob_step = make_logprob_step(*args)
+        self._train_step = feeding(self._trained.step, self._mesh)
+        self._sft_step = feeding(make_sft_step(config.model, self._sft_cfg, self._mesh), self._mesh)
+        self._logprob_step = feeding(make_logprob_step(*args), self._mesh)
         self._to_reference = make_reference_channel(*args, logprob_step=self._logprob_step)
         self._peak = devices_peak(config, self._mesh)
-        self._checkpoints = Checkpoints(folder, keep=config.train.keep_checkpoints)
+        self._checkpoints = Checkpoints(folder, keep=config.train.keep_checkpoints, peers=peers)
         self._frozen: Frozen | None = None
         if needs_frozen(config):
             self._frozen = Frozen(config, folder / "frozen", self._mesh)
@@ -146,7 +150,7 @@ class Policy:
         """
         began = time.perf_counter()
         params = self._trained.scoring(self.state, self._base)
-        scored = [np.asarray(self._logprob_step(params, batch).logprobs) for batch in minibatches]
+        scored = [whole(self._logprob_step(params, batch).logprobs) for batch in minibatches]
         anchored = [
             self._anchored(b, logprobs) for b, logprobs in zip(minibatches, scored, strict=True)
         ]
@@ -155,7 +159,7 @@ class Policy:
         skipped = int(self.state.opt_state.num_skipped)
         for _ in range(self._config.learner.epochs_per_batch):
             for batch in anchored:
-                self._state, metrics = self._trained.step(self.state, batch, self._base)
+                self._state, metrics = self._train_step(self.state, batch, self._base)
                 rows.append(_floats(metrics))
         ended = time.perf_counter()
         skipped = int(self.state.opt_state.num_skipped) - skipped

@@ -86,7 +86,11 @@ class World:
 
 @asynccontextmanager
 async def open_world(
-    config: RunConfig, workdir: Path, cache: Path, say: Say
+    config: RunConfig,
+    workdir: Path,
+    cache: Path,
+    say: Say,
+    make_publisher: Callable[..., Publisher] = Publisher,
 ) -> AsyncIterator[World]:
     """Open everything a run needs.
 
@@ -95,6 +99,7 @@ async def open_world(
         workdir: the run folder.
         cache: shared over runs: base image, task trees, validation results.
         say: tells a person what is happening.
+        make_publisher: takes what ``Publisher`` takes.
     """
     for url in config.engine.servers:
         await check_server(url)  # now, not after a warm start of minutes
@@ -107,7 +112,7 @@ async def open_world(
         renderer = ChatMLRenderer(tokenizer, parse_assistant)
         store = FolderStore(workdir / "weights", keep=config.train.keep_weight_versions)
         store.sweep()
-        publisher = Publisher(config.model, store, dtype=config.learner.compute_dtype)
+        publisher = make_publisher(config.model, store, dtype=config.learner.compute_dtype)
         stack.enter_context(publisher)
         url = await _open_server(config, workdir, renderer, stack)
         generator = SGLangGenerator(url, timeout_s=config.engine.request_timeout_s, gate_open=False)
