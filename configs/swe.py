@@ -27,8 +27,13 @@ def get_config(preset: str = "") -> ConfigDict:
     """Return the configuration of a preset."""
     if not preset:
         found = any(glob.glob(pattern) for pattern in _ACCELERATOR_NODES)
-        preset = "qwen3_8b" if found else "quickstart"
-        why = "an accelerator was found" if found else "no accelerator was found"
+        preset = "quickstart"
+        # No preset for accelerators can be trained yet (train/trainable.py): none is the default.
+        why = (
+            "an accelerator was found; its presets are not trained by this version"
+            if found
+            else ("no accelerator was found")
+        )
         print(f"configs/swe.py: preset {preset} ({why})", flush=True)
     presets = {
         "quickstart": _quickstart,

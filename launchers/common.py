@@ -49,7 +49,25 @@ def run_main(main: Callable[[list[str]], int | None]) -> None:
             print(f"error: {error}", file=sys.stderr)
             return 2
 
-    app.run(guarded)
+    app.run(guarded, flags_parser=_parse_flags)
+
+
+def _parse_flags(argv: list[str]) -> list[str]:
+    """Parse the flags; a configuration that cannot be made is one line, too."""
+    try:
+        rest: list[str] = flags.FLAGS(argv)
+    except (flags.Error, ValueError, OSError, AttributeError, TypeError) as error:
+        known = isinstance(error, flags.Error)  # its words name the flag
+        print(f"error: {error if known else _innermost(error)}", file=sys.stderr)
+        sys.exit(2)
+    return rest
+
+
+def _innermost(error: BaseException) -> str:
+    """Return the words of the first cause: ml_collections wraps what a config file raised."""
+    while error.__cause__ or error.__context__:
+        error = error.__cause__ or error.__context__ or error
+    return str(error) or type(error).__name__
 
 
 def _unknown_override(argv: Sequence[str]) -> str:

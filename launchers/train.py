@@ -68,8 +68,10 @@ def main(argv: list[str]) -> int:
 def _alone(config: RunConfig) -> int:
     from skyrl_jax.train.loop import run
     from skyrl_jax.train.tracing import parse_steps
+    from skyrl_jax.train.trainable import check_trainable
     from skyrl_jax.train.workdir import Workdir
 
+    check_trainable(config)  # before a folder is made
     profile = parse_steps(_PROFILE.value)
 
     stamp = time.strftime("%Y%m%d-%H%M%S")
@@ -83,6 +85,7 @@ def _alone(config: RunConfig) -> int:
             cache,
             setup_s=_setup_seconds(),
             profile=profile,
+            made=workdir.pin,
             opened=workdir.commit,
         )
         try:
@@ -141,7 +144,8 @@ def _lead(config: RunConfig, workdir: Workdir, lead: Lead) -> int:
     from skyrl_jax.train.loop import run
 
     cache = Path(_CACHE.value).absolute()
-    options = {"setup_s": _setup_seconds(), "opened": workdir.commit, "lead": lead}
+    options = {"setup_s": _setup_seconds(), "made": workdir.pin, "lead": lead}
+    options["opened"] = workdir.commit
     code = 0
     try:
         print(asyncio.run(run(config, workdir.root, cache, **options)))

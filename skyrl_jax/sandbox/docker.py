@@ -154,10 +154,21 @@ class DockerProvider:
 
     def _connect(self) -> Any:
         import docker
+        import docker.errors
 
-        client = docker.APIClient(base_url=self._host, timeout=int(self._timeout_s), version="auto")
-        client.ping()
-        return client
+        try:
+            made = docker.APIClient(
+                base_url=self._host, timeout=int(self._timeout_s), version="auto"
+            )
+            made.ping()
+        except docker.errors.DockerException as error:
+            where = self._host or os.environ.get("DOCKER_HOST") or "the default socket"
+            raise InfraError(
+                f"docker at {where}: no daemon answers; start one, or put `.venv/bin/python "
+                f".ci/with_docker.py` before the command, which starts one ({error})",
+                cause="docker",
+            ) from error
+        return made
 
     def _reap(self) -> None:
         boot = _boot_id()

@@ -337,4 +337,7 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except ImageError as failed:
+        sys.exit(f"error: {failed}")

@@ -145,7 +145,7 @@ def _frame(points: Points) -> _Frame:
     # A curve that starts near 0 is read against 0; elsewhere the axis would hide its shape.
     if 0 < y_low < 0.4 * y_high:
         y_low = 0.0
-    margin = 0.05 * (y_high - y_low) or max(abs(y_high) * 0.1, 1e-6)
+    margin = 0.05 * (y_high - y_low) or (abs(y_high) * 0.1 or 1.0)
     bottom = y_low if y_low == 0.0 else y_low - margin
     return _Frame(
         x_low=x_low,

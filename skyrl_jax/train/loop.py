@@ -14,6 +14,7 @@ from typing import Any
 
 from skyrl_jax.actor.collect import Progress as Collecting
 from skyrl_jax.core.config import RunConfig
+from skyrl_jax.core.errors import DataError
 from skyrl_jax.core.protocols import Tracker
 from skyrl_jax.learner.distributed import Peers
 from skyrl_jax.sync.publish import Publisher
@@ -47,14 +48,15 @@ class Run:
     board: Tracker  # TensorBoard alone, for numbers that are no step's
     host: HostState
     began: float  # monotonic time at which host.wall_s would have been 0
-    seconds: dict[str, float]  # where the time of this process went
+    seconds: dict[str, float]  # where the time went, over all processes of the run
     profile: frozenset[int]  # steps whose learner part is traced
     lead: Lead | None = None  # where other processes train too
 
     def spend(self, part: str, since: float) -> float:
-        """Add the time since ``since`` to a part's account; return the time now."""
+        """Add the time since ``since`` to a part's account, on disk too; return the time now."""
         now = time.monotonic()
         self.seconds[part] = self.seconds.get(part, 0.0) + now - since
+        write_json(self.workdir / "clock.json", {"wall_s": self.wall_s, "seconds": self.seconds})
         return now
 
     @property
@@ -70,6 +72,7 @@ async def run(
     *,
     setup_s: float = 0.0,
     profile: frozenset[int] = frozenset(),
+    made: Callable[[], None] = lambda: None,
     opened: Callable[[], None] = lambda: None,
     lead: Lead | None = None,
 ) -> Path:
@@ -83,6 +86,7 @@ async def run(
         cache: shared over runs.
         setup_s: what the set-up before the run took, for the summary.
         profile: steps whose learner part is traced into WORKDIR/profile.
+        made: called when sandboxes, tasks and server are there.
         opened: called when the run stands where it left off, before anything is trained.
         lead: the other processes of the learner, where there are any. SIGTERM to one of them then
             ends the run as cancelled, with a checkpoint of the last whole step.
@@ -95,7 +99,7 @@ async def run(
     task = asyncio.current_task()
     if task is not None and lead is None:  # with a lead SIGTERM is JAX's (learner/distributed.py)
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
-    async with open_run(config, workdir, cache, profile, lead) as live:
+    async with open_run(config, workdir, cache, profile, lead, made) as live:
         opened()
         before = await measure_start(live)
         await train(live)
@@ -113,7 +117,13 @@ async def run(
             sampled=stored_sampled(workdir),
             opening_shapes=shapes,
         )
-        summary |= {"setup_s": setup_s, "seconds": live.seconds}
+        done = live.host.step >= config.train.steps
+        summary |= {
+            "setup_s": setup_s,
+            "seconds": live.seconds,
+            "ended": "all steps done" if done else "time limit",
+            "finished": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
+        }
         write_json(workdir / "summary.json", summary)
         tell(live, summary)
         return write_report(workdir)
@@ -126,6 +136,7 @@ async def open_run(
     cache: Path,
     profile: frozenset[int] = frozenset(),
     lead: Lead | None = None,
+    made: Callable[[], None] = lambda: None,
 ) -> AsyncIterator[Run]:
     """Open the parts of a run and bring policy and server to where the run stands."""
     began = time.monotonic()
@@ -136,6 +147,7 @@ async def open_run(
         if restored is None and config.model.checkpoint:
             check_pretrained(config.model)
         host = HostState() if restored is None else HostState.from_json(restored.host)
+        clock = read_clock(workdir)
         progress = stack.enter_context(Progress(config.train.steps, first_step=host.step))
         progress.phase("open sandboxes, tasks and server")
         for skipped in restored.skipped if restored else ():
@@ -160,11 +172,13 @@ async def open_run(
             tracker=Fanout(opened),
             board=opened[-1],
             host=host,
-            began=began - host.wall_s,
-            seconds={},
+            began=began - max(host.wall_s, clock["wall_s"]),
+            seconds=clock["seconds"],
             profile=profile,
             lead=lead,
         )
+        made()
+        limit_display(live)
         marked = live.spend("open", began)
         if restored is None:
             await start(live)
@@ -180,11 +194,32 @@ async def open_run(
             raise
 
 
+def read_clock(workdir: Path) -> dict[str, Any]:
+    """Return the time spent by all processes of the run so far, and where it went."""
+    try:
+        clock = read_json(workdir / "clock.json")
+        return {"wall_s": float(clock["wall_s"]), "seconds": dict(clock["seconds"])}
+    except (DataError, TypeError, KeyError, ValueError):
+        return {"wall_s": 0.0, "seconds": {}}  # the first start, or a damaged file
+
+
 def make_policy(config: RunConfig, workdir: Path, lead: Lead | None) -> Policy | LeadPolicy:
     """Return the policy of a run, over all processes where there are several."""
     peers = lead.peers if lead else Peers()
     policy = Policy(config, workdir / "checkpoints", peers)
     return LeadPolicy(policy, lead) if lead else policy
+
+
+def limit_display(live: Run) -> None:
+    """Let the display know the time limit and the last measured held-out rate."""
+    limit = live.config.train.time_limit_s
+    if limit:
+        live.progress.limit(lambda: limit - live.wall_s)
+    known = [
+        made.rate for step, made in stored_sampled(live.workdir).items() if step <= live.host.step
+    ]
+    if known:
+        live.progress.evaluated("sampled", known[-1])
 
 
 async def start(live: Run) -> None:
@@ -235,7 +270,8 @@ async def measure(live: Run, *, only: str = "") -> dict[str, Evaluation]:
     for plan in plans(live.world):
         if only not in ("", plan.name):
             continue
-        live.progress.phase(f"evaluate after step {step}: {plan.name}")
+        again = "" if stored(live.workdir, step, plan) is None else " (made before: read back)"
+        live.progress.phase(f"evaluate after step {step}: {plan.name}{again}")
         result = await evaluate(
             live.world, step, plan, lambda seen: live.progress.sandboxes(seen.live)
         )
@@ -324,7 +360,13 @@ def export_adapters(live: Run) -> None:
 
 def tell(live: Run, summary: Mapping[str, Any]) -> None:
     """Say in a few lines what the run reached."""
-    if "gain" in summary:
+    if not summary["steps"] and live.config.train.steps:
+        live.progress.note(
+            f"no RL step was made: the time limit of {live.config.train.time_limit_s:g} s was over "
+            "before the first one; go on with the same --workdir and a higher "
+            "--config.train.time_limit_s (0 = none)"
+        )
+    elif "gain" in summary:
         live.progress.note(
             f"resolved {100 * summary['resolved_before']:.1f} % -> "
             f"{100 * summary['resolved_after']:.1f} %, gain {100 * summary['gain']:.1f} points "

@@ -20,7 +20,7 @@ _WINDOW = 10
 
 
 class Progress:
-    """Shows step, resolved rate, reward, tokens/s, live sandboxes, time left and the phase.
+    """Shows step, resolved rates, tokens/s, live sandboxes, time left and the phase.
 
     On a terminal a live table; elsewhere one plain line a step and a phase, so that a log stays
     readable.
@@ -50,6 +50,7 @@ class Progress:
         self._sandboxes = 0
         self._metrics: dict[str, float] = {}
         self._heldout: float | None = None
+        self._limit: Callable[[], float] | None = None
         self._live: Live | None = None
 
     def __enter__(self) -> Progress:
@@ -91,9 +92,13 @@ class Progress:
         """Set the number of live sandboxes."""
         self._sandboxes = live
 
+    def limit(self, seconds: Callable[[], float]) -> None:
+        """Set what is left of the time limit of the run, in seconds."""
+        self._limit = seconds
+
     def note(self, text: str) -> None:
         """Print a line for a person above the display."""
-        self._console.print(text, markup=False)
+        self._console.print(text, markup=False, soft_wrap=True)
 
     def evaluated(self, name: str, rate: float) -> None:
         """Keep the resolved rate of the last evaluation of sampled held-out episodes in sight."""
@@ -109,18 +114,19 @@ class Progress:
             self._console.print(self._line(), markup=False, soft_wrap=True)
 
     def seconds_left(self) -> float | None:
-        """Return the time the remaining steps will take at the mean of the last ones."""
+        """Return the time the remaining steps will take at the mean of the last ones, or may."""
         if len(self._marks) < 2:
             return None
         mean = (self._marks[-1] - self._marks[0]) / (len(self._marks) - 1)
-        return mean * max(0, self._num_steps - self._done)
+        left = mean * max(0, self._num_steps - self._done)
+        return left if self._limit is None else min(left, max(0.0, self._limit()))
 
     def _fields(self) -> list[tuple[str, str]]:
         left = self.seconds_left()
         return [
             ("resolved", _percent(self._metrics.get("resolved_rate"))),
             ("held-out", _percent(self._heldout)),
-            ("reward", _number(self._metrics.get("reward_mean"), "{:.3f}")),
+            ("fresh", _percent(self._metrics.get("resolved_rate_fresh"))),
             ("failed", f"{self._metrics.get('failed_episodes', 0.0):.0f}"),
             ("tokens/s", _number(self._metrics.get("tokens_per_s"), "{:,.0f}")),
             ("sandboxes", str(self._sandboxes)),
@@ -129,7 +135,9 @@ class Progress:
 
     def _line(self) -> str:
         elapsed = _clock_text(self._clock() - self._began)
-        fields = "  ".join(f"{name} {value}" for name, value in self._fields())
+        # at the end of a step no sandbox is alive
+        shown = [field for field in self._fields() if field[0] != "sandboxes"]
+        fields = "  ".join(f"{name} {value}" for name, value in shown)
         return f"[{elapsed}] step {self._done}/{self._num_steps}  {fields}"
 
     def _render(self) -> Group:

@@ -38,6 +38,7 @@ PAIRS = {
     "greedy": "held-out tasks, greedy",
     "resolved_sft_kinds": "held-out tasks, mutation kinds the warm start saw",
     "resolved_new_kinds": "held-out tasks, mutation kinds it never saw",
+    "resolved_new_bodies": "held-out tasks, broken functions in no training text",
     "resolved_unseen": "functions never seen, sampled",
 }
 MAX_CONTENT = 6000  # characters of one message in the page; the rollout file has all of it
@@ -106,14 +107,31 @@ def _title(config: Mapping[str, Any]) -> str:
 
 def _header(summary: Mapping[str, Any], config: Mapping[str, Any]) -> str:
     tiles = [
-        _tile("resolved before", _percent(summary.get("resolved_before"))),
+        _tile("resolved before", _percent(summary.get("resolved_before")), _measured(summary)),
         _tile("resolved after", _percent(summary.get("resolved_after"))),
         _tile("gain", _points(summary.get("gain")), _ends(summary, "gain_low", "gain_high")),
         _tile("steps", _plain(summary.get("steps"))),
-        _tile("training episodes", _plain(summary.get("rl_episodes")), _measured(summary)),
+        _tile("training episodes", _plain(summary.get("rl_episodes"))),
         _tile("time", _minutes(summary.get("wall_s")), _setup(summary)),
     ]
-    return f'<h1>{text(_title(config))}</h1><div class="tiles">{"".join(tiles)}</div>'
+    title = f"<h1>{text(_title(config))}</h1>{_ending(summary, config)}"
+    return f'{title}<div class="tiles">{"".join(tiles)}</div>'
+
+
+def _ending(summary: Mapping[str, Any], config: Mapping[str, Any]) -> str:
+    """Say when and why the run ended, and where it began."""
+    if "ended" not in summary:
+        return ""
+    words = f"{summary.get('finished', '')} · ended: {summary['ended']}"
+    if summary.get("sft_steps"):
+        words += f" · warm start: {summary['sft_steps']:.0f} steps"
+    bad = ""
+    if not summary.get("steps") and config.get("train.steps"):
+        bad = (
+            '<p class="bad">No RL step was made: the time limit was over before the first one. Go '
+            "on with the same --workdir and a higher --config.train.time_limit_s.</p>"
+        )
+    return f'<p class="note">{text(words)}</p>{bad}'
 
 
 def _tile(name: str, value: str, below: str = "") -> str:
@@ -278,7 +296,7 @@ def _ends(summary: Mapping[str, Any], low: str, high: str) -> str:
 
 def _measured(summary: Mapping[str, Any]) -> str:
     episodes, tasks = summary.get("episodes"), summary.get("tasks")
-    return "" if episodes is None else f"measured on {episodes} of {tasks} tasks"
+    return "" if episodes is None else f"{episodes} episodes of {tasks} tasks"
 
 
 def _setup(summary: Mapping[str, Any]) -> str:

@@ -61,6 +61,8 @@ async def warm_start(world: World, policy: Policy, say: Say) -> dict[str, float]
     for step in range(1, cfg.max_steps + 1):
         chosen = demos.draw(rng, cfg.batch_size, rewrites_only=step <= cfg.rewrite_steps)
         metrics = await asyncio.to_thread(policy.sft_update, _batch(world, chosen))
+        if step % 100 == 0 and step < cfg.probe_from:
+            say(f"warm start: step {step}, loss {metrics['loss']:.3f}")
         if step >= cfg.probe_from and (step - cfg.probe_from) % cfg.probe_every == 0:
             success = await probe(world, policy, step, demos.head)
             say(f"warm start: step {step}, loss {metrics['loss']:.3f}, success {success:.3f}")

@@ -1,6 +1,7 @@
 """The run folder: who owns it, which configuration it belongs to, and where each file lies.
 
 WORKDIR/config.json   the configuration of the run (a changed one is refused)
+        clock.json    time spent, over all starts
         lock          held while a process uses the folder
         tasks.json    the validated tasks of the run     tokenizer.json
         cache/        config of the served model (may be deleted)
@@ -19,10 +20,15 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from skyrl_jax.core.config import RunConfig, diff_config, flatten_config
+from skyrl_jax.core.config import RunConfig, diff_config, flatten_config, unknown_key_message
 from skyrl_jax.core.errors import ConfigError, DataError
 
 # Keys that say where or how long to run, never what is computed.
+# What a run makes in its folder before the folder belongs to a configuration.
+_BEFORE_CONFIG = {
+    *("lock", "cache", "checkpoints", "weights", "rollouts", "eval", "exchange", "tensorboard"),
+    *("tasks.json", "tokenizer.json", "metrics.jsonl", "clock.json", "server.log"),
+}
 _FREE_KEYS = ("train.steps", "train.time_limit_s", "train.keep_checkpoints")
 
 
@@ -48,8 +54,12 @@ class Workdir:
 
     def __enter__(self) -> Workdir:
         """Lock the folder and compare the configuration."""
+        unknown = sorted(set(self._allow) - set(flatten_config(self._config)))
+        if unknown:
+            raise ConfigError(f"--allow_change: {unknown_key_message(unknown[0])}")
         try:
             self.root.mkdir(parents=True, exist_ok=True)
+            self._refuse_foreign()
             self._lock = os.open(self.root / "lock", os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise ConfigError(f"--workdir={self.root} cannot be used: {error.strerror}") from error
@@ -81,6 +91,18 @@ class Workdir:
             os.close(self._lock)
             self._lock = None
 
+    def _refuse_foreign(self) -> None:
+        """Refuse a folder of somebody's files: a run writes into its folder and deletes there."""
+        if (self.root / "config.json").exists():
+            return
+        known = {*_BEFORE_CONFIG, *(f"{name}.partial" for name in _BEFORE_CONFIG)}
+        foreign = sorted({path.name for path in self.root.iterdir()} - known)
+        if foreign:
+            raise ConfigError(
+                f"--workdir={self.root} holds {foreign[0]!r} and no config.json of a run; name a "
+                "new folder, or that of a run to continue"
+            )
+
     def _compare_config(self) -> None:
         path = self.root / "config.json"
         now = flatten_config(self._config)
@@ -98,8 +120,15 @@ class Workdir:
                     + f"\nuse another --workdir, or --allow_change={','.join(refused)}"
                 )
             self._changed = changed
-        else:
-            write_json(path, now)
+
+    def pin(self) -> None:
+        """Let the folder belong to this configuration from now on: its tasks have been made.
+
+        A start that fails before (a missing program, a refused value) leaves it free.
+        """
+        path = self.root / "config.json"
+        if not path.exists():
+            write_json(path, flatten_config(self._config))
 
     def commit(self) -> None:
         """Take the allowed changes over: call it when the run has begun with them and it works."""

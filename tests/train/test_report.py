@@ -110,7 +110,7 @@ def test_page_shows_the_run(tmp_path):
         "15.0 min",
         "setup 61 s",
         "3,840",
-        "512 of 128 tasks",
+        "512 episodes of 128 tasks",
     ):
         assert words in shown
     for title in (

@@ -129,7 +129,7 @@ def _run(terminal):
         progress.phase("collect")
         for step in (3, 4):
             clock.now += 30.0
-            metrics = {"resolved_rate": 0.25, "reward_mean": 0.2512, "tokens_per_s": 1234.5}
+            metrics = {"resolved_rate": 0.25, "resolved_rate_fresh": 0.1875, "tokens_per_s": 1234.5}
             progress.step(step, metrics)
         left = progress.seconds_left()
         progress.phase("evaluate")
@@ -142,9 +142,9 @@ def test_plain_log_has_one_line_a_step():
     lines = text.splitlines()
     assert lines[0] == "[0:00] warm start"
     assert lines[1].startswith(
-        "[0:30] step 3/10  resolved 25.0 %  held-out 31.2 %  reward 0.251  failed 0  tokens/s"
+        "[0:30] step 3/10  resolved 25.0 %  held-out 31.2 %  fresh 18.8 %  failed 0  tokens/s"
     )
-    assert "sandboxes 8" in lines[2] and lines[2].endswith("left 3:00")
+    assert "sandboxes" not in lines[2] and lines[2].endswith("left 3:00")
     assert lines[3] == "[1:00] evaluate" and len(lines) == 4
 
 
@@ -154,7 +154,7 @@ def test_terminal_shows_every_field():
         "step 4/10",
         "25.0 %",
         "31.2 %",
-        "0.251",
+        "18.8 %",
         "1,234",
         "3:00",
         "evaluate",

@@ -26,8 +26,8 @@ def test_second_process_is_refused_while_the_first_lives(tmp_path):
 
 
 def test_changed_config_is_refused_with_the_difference_and_allowed_by_name(tmp_path, capsys):
-    with Workdir(tmp_path, _config()):
-        pass
+    with Workdir(tmp_path, _config()) as workdir:
+        workdir.pin()
     with pytest.raises(ConfigError, match=r"learner\.lr: 0\.0003 -> 0\.1"):
         with Workdir(tmp_path, _config(lr=0.1)):
             pass
@@ -44,8 +44,8 @@ def test_changed_config_is_refused_with_the_difference_and_allowed_by_name(tmp_p
 
 
 def test_more_steps_is_no_change_of_the_computation(tmp_path):
-    with Workdir(tmp_path, _config(steps=5)):
-        pass
+    with Workdir(tmp_path, _config(steps=5)) as workdir:
+        workdir.pin()
     with Workdir(tmp_path, _config(steps=9)):
         pass
 
@@ -69,3 +69,25 @@ def test_a_damaged_config_and_a_folder_that_cannot_be_are_named(tmp_path):
     for root in (tmp_path / "file", tmp_path / "file" / "under"):
         with pytest.raises(ConfigError, match="--workdir=.*cannot be used"):
             Workdir(root, _config()).__enter__()
+
+
+def test_a_start_that_failed_leaves_the_folder_to_another_configuration(tmp_path):
+    with Workdir(tmp_path / "run", _config()):
+        pass  # e.g. bubblewrap was missing
+    with Workdir(tmp_path / "run", _config(lr=0.1)) as workdir:
+        workdir.pin()
+    with pytest.raises(ConfigError, match="differs"), Workdir(tmp_path / "run", _config()):
+        pass
+
+
+def test_a_folder_of_somebodys_files_is_refused_untouched(tmp_path):
+    (tmp_path / "thesis.tex").write_text("mine")
+    with pytest.raises(ConfigError, match=r"thesis\.tex"), Workdir(tmp_path, _config()):
+        pass
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_an_allowed_change_of_no_key_names_the_nearest(tmp_path):
+    with pytest.raises(ConfigError, match=r"learner\.lr"):
+        with Workdir(tmp_path, _config(), allow_change=["learner.lrr"]):
+            pass
