@@ -32,6 +32,9 @@ EXTRAS = {
     "gguf": [
         "gguf>=0.17",  # llama.cpp's files, read once and written as an HF folder (models/gguf.py)
     ],
+    "plan": [
+        "libtpu>=0.0.42.1,<0.1",  # compiles for TPUs without one; which one: jax[tpu] of that jax
+    ],
     "tpu": [
         "jax[tpu]>=0.10.2,<0.13",  # libtpu of the matching JAX release
     ],

@@ -22,6 +22,7 @@ from skyrl_jax.core.types import Batch
 from skyrl_jax.learner.optimizer import learning_rate, make_optimizer
 from skyrl_jax.learner.state import Params, TrainState, state_shardings
 from skyrl_jax.models import decoder
+from skyrl_jax.models.attention import check_mesh
 from skyrl_jax.models.sharding import row_sharding, spec
 from skyrl_jax.rl import diagnostics
 from skyrl_jax.rl.diagnostics import Tally
@@ -63,6 +64,9 @@ def make_score_fn(
             + ", ".join(decoder.REMAT)
         )
     decoder.check_config(model_cfg)
+    if mesh is not None:
+        heads = (model_cfg.num_heads, model_cfg.num_kv_heads)
+        check_mesh(*heads, learner_cfg.row_length, mesh)
 
     def score(params: Params, batch: Batch) -> TokenStats:
         tokens = jnp.asarray(batch.tokens)
@@ -74,6 +78,7 @@ def make_score_fn(
             jnp.asarray(batch.segment_ids),
             dtype=dtypes[learner_cfg.compute_dtype],
             remat=learner_cfg.remat,
+            mesh=mesh,
         )
         logprobs, entropy = _head_logprobs(
             mesh,

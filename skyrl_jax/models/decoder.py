@@ -12,18 +12,20 @@ F ffn, L layers, V vocabulary. Params are fp32 masters; compute runs in the dtyp
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from skyrl_jax.core.config import ModelConfig
+from skyrl_jax.models.attention import attention
+from skyrl_jax.models.embedding import embed_rows
 from skyrl_jax.models.families import check_config as check_config  # part of this module's face
 from skyrl_jax.models.families import family_of
+from skyrl_jax.models.layout import make_layout
 from skyrl_jax.models.moe import MoeStats, moe_mlp
 from skyrl_jax.models.rope import rope, rope_frequencies
 
@@ -89,7 +91,7 @@ def embed(
     params: Params, tokens: Int[Array, "*S"], dtype: Any = jnp.float32
 ) -> Float[Array, "*S D"]:
     """Look up token embeddings in the compute dtype."""
-    return params["embed"]["embedding"].astype(dtype)[tokens]
+    return params["embed"]["embedding"][tokens].astype(dtype)
 
 
 def layer(
@@ -176,6 +178,7 @@ def hidden_fn(
     *,
     dtype: Any = jnp.float32,
     remat: str = "none",
+    mesh: Mesh | None = None,
 ) -> Float[Array, "B T D"]:
     """Return the normed hidden states of packed rows; hidden[t] predicts tokens[t + 1].
 
@@ -192,9 +195,14 @@ def hidden_fn(
         remat: what the backward pass keeps: "none" everything, "full" only each layer's input,
             "attn_out" that and the output of the attention, "dots" that and the results of the
             projections (the matmuls without a batch dimension).
+        mesh: devices that the params and rows are spread over (models/sharding.py); ``None`` = one,
+            or several that XLA shards by itself.
+
+    Raises:
+        ConfigError: the mesh does not divide the heads, or the row length suits no attention.
     """
     return hidden_and_stats_fn(
-        cfg, params, tokens, positions, segment_ids, dtype=dtype, remat=remat
+        cfg, params, tokens, positions, segment_ids, dtype=dtype, remat=remat, mesh=mesh
     )[0]
 
 
@@ -207,6 +215,7 @@ def hidden_and_stats_fn(
     *,
     dtype: Any = jnp.float32,
     remat: str = "none",
+    mesh: Mesh | None = None,
     experts: Int[Array, "N L C"] | None = None,
 ) -> tuple[Float[Array, "B T D"], MoeStats | None]:
     """Return what ``hidden_fn`` returns and each layer's router statistics (``None`` when dense).
@@ -219,6 +228,7 @@ def hidden_and_stats_fn(
         segment_ids: 0 = padding, which the statistics leave out.
         dtype: compute dtype.
         remat: what the backward pass keeps.
+        mesh: devices.
         experts: replay: the C experts of each token (N = B T) in each layer, as the engine chose
             them and as ``MoeStats.chosen`` gives them back; rows of -1 choose for themselves.
 
@@ -226,82 +236,32 @@ def hidden_and_stats_fn(
         The hidden states, and a MoeStats whose fields lead with L; but ``chosen`` is [N, L, C].
     """
     b, t = tokens.shape
-    valid = segment_ids.reshape(-1) != 0
+    layout = make_layout(mesh, (b, t))
+    tokens, positions, segment_ids = map(layout.arrange, (tokens, positions, segment_ids))
+    where, valid = layout.flat(positions), layout.flat(segment_ids) != 0
 
     def attend(q: Array, k: Array, v: Array) -> Array:
-        rows = (x.reshape(b, t, *x.shape[1:]) for x in (q, k, v))
-        out = packed_attention(*rows, positions, segment_ids).reshape(q.shape)
-        return checkpoint_name(out, "attn_out")
+        rows = (layout.rows(x) for x in (q, k, v))
+        return layout.flat(attention(*rows, positions, segment_ids, mesh=mesh))
 
     def body(x: Array, scanned: tuple[Params, Array | None]) -> tuple[Array, MoeStats | None]:
         p, replayed = scanned
-        where = positions.reshape(-1)
+        x = layout.pin(x)
         return layer_and_stats(cfg, p, x, where, attend, valid=valid, experts=replayed)
 
     if remat != "none":
         # Inside scan the barriers that stop XLA from undoing remat are not needed.
         body = jax.checkpoint(body, prevent_cse=False, policy=REMAT[remat])
-    replay = None if experts is None else jnp.moveaxis(experts, 1, 0)
-    x = embed(params, tokens.reshape(-1), dtype)
+    replay = None
+    if experts is not None:
+        arranged = layout.arrange(experts.reshape(b, t, *experts.shape[1:]))
+        replay = jnp.moveaxis(layout.flat(arranged), 1, 0)
+    x = embed_rows(params["embed"]["embedding"], layout.flat(tokens), layout, dtype)
     x, stats = jax.lax.scan(body, x, (params["layers"], replay))
     if stats is not None:
-        stats = stats._replace(chosen=jnp.moveaxis(stats.chosen, 0, 1))
-    return final_norm(cfg, params, x).reshape(b, t, -1), stats
-
-
-def packed_attention(
-    q: Float[Array, "B T H K"],
-    k: Float[Array, "B T G K"],
-    v: Float[Array, "B T G K"],
-    positions: Int[Array, "B T"],
-    segment_ids: Int[Array, "B T"],
-    *,
-    block: int = 128,
-) -> Float[Array, "B T H K"]:
-    """Causal attention inside segments, as batched matmuls over blocks of queries.
-
-    A block of queries reads the keys up to its own end only: what lies behind is masked anyway,
-    and leaving it out saves up to half of the work.
-    """
-    t = q.shape[1]
-    block = max(block, math.ceil(t / 8))  # few blocks: they are unrolled
-    parts = []
-    for start in range(0, t, block):
-        end = min(start + block, t)
-        ours = slice(start, end)
-        mask = (segment_ids[:, ours, None] == segment_ids[:, None, :end]) & (
-            positions[:, ours, None] >= positions[:, None, :end]
-        )
-        parts.append(masked_attention(q[:, ours], k[:, :end], v[:, :end], mask))
-    return parts[0] if len(parts) == 1 else jnp.concatenate(parts, axis=1)
-
-
-def masked_attention(
-    q: Float[Array, "B Q H K"],
-    k: Float[Array, "B S G K"],
-    v: Float[Array, "B S G K"],
-    mask: Bool[Array, "B Q S"],
-) -> Float[Array, "B Q H K"]:
-    """Grouped-query attention with an explicit mask; softmax in fp32.
-
-    A query whose mask is empty gets the mean of the values: finite, and never read.
-    """
-    b, n, h, d = q.shape
-    g, r = k.shape[2], h // k.shape[2]
-    # Heads lead and the r query heads of a group share one matmul: 25 % faster on CPU than leaving
-    # the layout to einsum.
-    q = (q.astype(jnp.float32) / math.sqrt(d)).astype(q.dtype)
-    q = q.reshape(b, n, g, r, d).transpose(0, 2, 3, 1, 4).reshape(b, g, r * n, d)
-    k, v = k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3)
-    scores = jnp.einsum(
-        "bgqd,bgsd->bgqs", q, k, precision=_precision(q), preferred_element_type=jnp.float32
-    )
-    scores = jnp.where(jnp.tile(mask, (1, r, 1))[:, None], scores, -1e30)
-    weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    out = jnp.einsum(
-        "bgqs,bgsd->bgqd", weights, v, precision=_precision(v), preferred_element_type=v.dtype
-    )
-    return out.reshape(b, g, r, n, d).transpose(0, 3, 1, 2, 4).reshape(b, n, h, d)
+        chosen = layout.restore(layout.rows(jnp.moveaxis(stats.chosen, 0, 1)))
+        stats = stats._replace(chosen=chosen.reshape(b * t, *chosen.shape[2:]))
+    return layout.restore(layout.rows(final_norm(cfg, params, x))), stats
 
 
 def _pure_params(cfg: ModelConfig, key: Array) -> Params:

@@ -318,9 +318,11 @@ def test_remat_keeps_what_it_says(model_cfg, sequences, pack):
         def hidden(p, remat=remat):
             return decoder.hidden_fn(cfg, p, *where, remat=remat)
 
-        # The backward function closes over what was kept; per layer and token are [L, N, ...].
+        # The backward function closes over what was kept; per layer and token are [L, N, ...],
+        # or [L, B, T, ...] inside attention.
         kept = jax.tree.leaves(jax.vjp(hidden, params)[1])
-        ours = [x for x in kept if x.shape[:2] == (cfg.num_layers, batch.tokens.size)]
+        leads = ((cfg.num_layers, batch.tokens.size), (cfg.num_layers, *batch.tokens.shape))
+        ours = [x for x in kept if any(x.shape[: len(lead)] == lead for lead in leads)]
         saved[remat] = sum(x.size for x in ours) / (cfg.num_layers * batch.tokens.size)
     d, heads = cfg.hidden_size, cfg.num_heads * cfg.head_dim
     kv, f = cfg.num_kv_heads * cfg.head_dim, cfg.intermediate_size

@@ -7,6 +7,7 @@ import pytest
 
 from skyrl_jax.core.config import ModelConfig
 from skyrl_jax.models import decoder
+from skyrl_jax.models.attention import masked_attention, packed_attention
 
 
 def model_config(**changes):
@@ -121,8 +122,8 @@ def test_blocks_of_queries_change_nothing():
     mask = (segments[:, :, None] == segments[:, None]) & (
         positions[:, :, None] >= positions[:, None]
     )
-    want = decoder.masked_attention(q, key, v, mask)
-    got = decoder.packed_attention(q, key, v, positions, segments)
+    want = masked_attention(q, key, v, mask)
+    got = packed_attention(q, key, v, positions, segments)
     np.testing.assert_allclose(got[:, :260], want[:, :260], atol=2e-6)
     assert np.isfinite(np.asarray(got)).all()
 
