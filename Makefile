@@ -14,7 +14,7 @@ TESTS ?=
 WORKERS ?= 2
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
 
-.PHONY: help setup setup-test train test lint format verify-% lane-%
+.PHONY: help setup setup-test train test lint format lane-bench verify-% lane-%
 
 help:
 	@echo "make train  set up, then run the main job (CONFIG=... picks a preset, ARGS=... adds flags)"
@@ -23,6 +23,7 @@ help:
 	@echo "make lane-parity  every model family against torch and transformers, in a venv of its own"
 	@echo "make lint   format check, lint, types, import rules"
 	@echo "make verify-01-main-job  measure what the main job promises; writes docs/verify/"
+	@echo "make lane-bench  time the train step against torch and tunix (their own environments)"
 
 setup:
 	@.ci/setup train
@@ -48,6 +49,17 @@ format: setup
 
 verify-%: setup-test
 	$(PY) benchmarks/verify.py $*
+
+# Promised of the small shape in fp32: at least level with torch + transformers and 1.6 x tunix.
+# All calls run; the lane fails if one of them did.
+lane-bench: setup
+	@status=0; \
+	bench() { $(PY) benchmarks/learner.py --shape=small "$$@" || status=1; }; \
+	bench --peer=torch --hugepages --at_least=1.0; \
+	bench --peer=tunix --hugepages --at_least=1.6; \
+	bench --peer=torch --dtype=bfloat16; \
+	bench --peer=tunix --dtype=bfloat16; \
+	exit $$status
 
 # Tests against packages that .venv has not (tests/lanes), each in an environment of its own.
 lane-%:
