@@ -29,6 +29,9 @@ EXTRAS = {
     "parquet": [
         "pyarrow>=15",  # SWE-bench rows in parquet files
     ],
+    "plan": [
+        "libtpu>=0.0.42.1,<0.1",  # compiles for TPUs without one; which one: jax[tpu] of that jax
+    ],
     "tpu": [
         "jax[tpu]>=0.10.2,<0.13",  # libtpu of the matching JAX release
     ],
