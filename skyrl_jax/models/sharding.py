@@ -7,6 +7,7 @@ Mesh axes: ``data`` (replicas), ``fsdp`` (parameters and rows), ``tensor`` (head
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -66,14 +67,15 @@ RULES: dict[str, tuple[str, ...]] = {
 REPLICATED_BYTES = 64 * 2**20
 
 
-def make_mesh(cfg: MeshConfig) -> Mesh:
-    """Return a mesh over the devices; one axis may be -1 = all that remain.
+def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
+    """Return a mesh over ``devices`` (default: all of jax); one axis may be -1 = all that remain.
 
     Raises:
         ConfigError: the axes do not fit the number of devices.
     """
     sizes = [cfg.data, cfg.fsdp, cfg.tensor, cfg.context]
-    num = jax.device_count()
+    devices = jax.devices() if devices is None else devices
+    num = len(devices)
     if sizes.count(-1) > 1 or any(s == 0 or s < -1 for s in sizes):
         raise ConfigError(
             f"config section 'mesh' is {dict(zip(AXES, sizes, strict=True))}: each axis must be "
@@ -90,7 +92,7 @@ def make_mesh(cfg: MeshConfig) -> Mesh:
         tuple(sizes),
         AXES,
         axis_types=(AxisType.Auto,) * len(AXES),
-        devices=np.asarray(jax.devices()[: math.prod(sizes)]),
+        devices=np.asarray(devices[: math.prod(sizes)]),
     )
 
 
