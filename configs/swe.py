@@ -77,7 +77,7 @@ def _tiny_policy(c: ConfigDict) -> None:
     c.model.moe_intermediate_size = 0
     c.model.norm_topk_prob = False
 
-    c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1, context=1))
+    c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1, context=1, expert=1))
 
     c.learner = ConfigDict()
     c.learner.lr = 4.5e-5
@@ -97,6 +97,7 @@ def _tiny_policy(c: ConfigDict) -> None:
     c.learner.epochs_per_batch = 1
     c.learner.logprob_chunk = 512
     c.learner.remat = "none"
+    c.learner.offload_optimizer = False
 
     c.objective = ConfigDict()
     c.objective.advantage = "grpo"
@@ -112,6 +113,8 @@ def _tiny_policy(c: ConfigDict) -> None:
     c.objective.permute_rewards = False
     c.objective.masked_reasons = ()
     c.objective.zeroed_reasons = ("turns", "context")
+    c.objective.balance_coef = 0.0  # dense
+    c.objective.on_policy = False  # two updates a batch
 
 
 def _tiny_episodes(c: ConfigDict) -> None:
@@ -134,6 +137,7 @@ def _tiny_episodes(c: ConfigDict) -> None:
     c.rollout.run_timeout_s = 120.0
     c.rollout.grade_timeout_s = 150.0  # a lost grading sandbox is tried once more: 2 x 60 s
     c.rollout.breaker = 10
+    c.rollout.replay_routing = False  # dense
 
     c.agent = ConfigDict(dict(kind="codeact", prompt_style="compact", observation_tokens=64))
 

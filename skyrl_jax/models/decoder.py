@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import AbstractMesh, Mesh
 from jaxtyping import Array, Bool, Float, Int
 
 from skyrl_jax.core.config import ModelConfig
@@ -121,6 +122,7 @@ def layer_and_stats(
     *,
     valid: Bool[Array, " N"] | None = None,
     experts: Int[Array, "N C"] | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> tuple[Float[Array, "N D"], MoeStats | None]:
     """Run one transformer block; also return its router's statistics (``None`` when dense).
 
@@ -132,6 +134,7 @@ def layer_and_stats(
         attend: mixes tokens.
         valid: tokens that count in the statistics; ``None`` = all.
         experts: replay of routing decisions (models/moe.py); C experts a token.
+        mesh: devices over which the experts are spread (models/moe.py).
     """
     n, eps, family = x.shape[0], cfg.rms_norm_eps, family_of(cfg)
     frequency = rope_frequencies(cfg)
@@ -149,7 +152,7 @@ def layer_and_stats(
     x = x + matmul(attend(q, k, v).reshape(n, -1), p["o"])
     y = rms_norm(x, p["mlp_norm"], eps)
     if family.experts:
-        out, stats = moe_mlp(cfg, p, y, valid=valid, experts=experts)
+        out, stats = moe_mlp(cfg, p, y, valid=valid, experts=experts, mesh=mesh)
         return x + out, stats
     gated = jax.nn.silu(matmul(y, p["gate"])) * matmul(y, p["up"])
     return x + matmul(gated, p["down"]), None
@@ -176,6 +179,7 @@ def hidden_fn(
     *,
     dtype: Any = jnp.float32,
     remat: str = "none",
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> Float[Array, "B T D"]:
     """Return the normed hidden states of packed rows; hidden[t] predicts tokens[t + 1].
 
@@ -192,9 +196,10 @@ def hidden_fn(
         remat: what the backward pass keeps: "none" everything, "full" only each layer's input,
             "attn_out" that and the output of the attention, "dots" that and the results of the
             projections (the matmuls without a batch dimension).
+        mesh: devices that share the work, or ``None`` for one.
     """
     return hidden_and_stats_fn(
-        cfg, params, tokens, positions, segment_ids, dtype=dtype, remat=remat
+        cfg, params, tokens, positions, segment_ids, dtype=dtype, remat=remat, mesh=mesh
     )[0]
 
 
@@ -208,11 +213,12 @@ def hidden_and_stats_fn(
     dtype: Any = jnp.float32,
     remat: str = "none",
     experts: Int[Array, "N L C"] | None = None,
+    mesh: Mesh | AbstractMesh | None = None,
 ) -> tuple[Float[Array, "B T D"], MoeStats | None]:
     """Return what ``hidden_fn`` returns and each layer's router statistics (``None`` when dense).
 
     Args:
-        cfg: as in ``hidden_fn``, and so are all arguments but the last.
+        cfg: as in ``hidden_fn``, and so are all arguments but ``experts``.
         params: the params pytree.
         tokens: token ids.
         positions: position in the token's own segment.
@@ -221,6 +227,7 @@ def hidden_and_stats_fn(
         remat: what the backward pass keeps.
         experts: replay: the C experts of each token (N = B T) in each layer, as the engine chose
             them and as ``MoeStats.chosen`` gives them back; rows of -1 choose for themselves.
+        mesh: devices that share the work, or ``None`` for one.
 
     Returns:
         The hidden states, and a MoeStats whose fields lead with L; but ``chosen`` is [N, L, C].
@@ -236,7 +243,7 @@ def hidden_and_stats_fn(
     def body(x: Array, scanned: tuple[Params, Array | None]) -> tuple[Array, MoeStats | None]:
         p, replayed = scanned
         where = positions.reshape(-1)
-        return layer_and_stats(cfg, p, x, where, attend, valid=valid, experts=replayed)
+        return layer_and_stats(cfg, p, x, where, attend, valid=valid, experts=replayed, mesh=mesh)
 
     if remat != "none":
         # Inside scan the barriers that stop XLA from undoing remat are not needed.

@@ -49,7 +49,8 @@ class Policy:
             schedule="constant",  # decay_steps counts RL updates
         )
         mesh = make_mesh(config.mesh)  # refuses axes that do not fit, on one device too
-        self._mesh = mesh if jax.device_count() > 1 else None
+        meshed = jax.device_count() > 1 or config.learner.offload_optimizer
+        self._mesh = mesh if meshed else None
         args = (config.model, config.learner)
         self._train_step = make_train_step(*args, config.objective, self._mesh)
         self._sft_step = make_sft_step(config.model, self._sft_cfg, self._mesh)
