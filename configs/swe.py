@@ -84,7 +84,7 @@ def _tiny_policy(c: ConfigDict) -> None:
     c.model.moe_intermediate_size = 0
     c.model.norm_topk_prob = False
 
-    c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1, context=1))
+    c.mesh = ConfigDict(dict(data=1, fsdp=-1, tensor=1, context=1, expert=1))
 
     c.learner = ConfigDict()
     c.learner.lr = 4.5e-5
@@ -108,6 +108,7 @@ def _tiny_policy(c: ConfigDict) -> None:
     c.learner.lora_rank = 0  # 0 = every parameter is trained
     c.learner.lora_alpha = 16.0
     c.learner.lora_targets = ("q", "k", "v", "o", "gate", "up", "down")
+    c.learner.offload_optimizer = False
 
 
 def _tiny_objective(c: ConfigDict) -> None:
@@ -126,6 +127,8 @@ def _tiny_objective(c: ConfigDict) -> None:
     c.objective.permute_rewards = False
     c.objective.masked_reasons = ()
     c.objective.zeroed_reasons = ("turns", "context")
+    c.objective.balance_coef = 0.0  # dense
+    c.objective.on_policy = False  # two updates a batch
 
 
 def _tiny_episodes(c: ConfigDict) -> None:
@@ -148,6 +151,7 @@ def _tiny_episodes(c: ConfigDict) -> None:
     c.rollout.run_timeout_s = 120.0
     c.rollout.grade_timeout_s = 150.0  # a lost grading sandbox is tried once more: 2 x 60 s
     c.rollout.breaker = 10
+    c.rollout.replay_routing = False  # dense
 
     c.agent = ConfigDict(dict(kind="codeact", prompt_style="compact", observation_tokens=64))
 

@@ -74,7 +74,7 @@ def assemble(
         seed: of the split and of the permuted control; derive it from the run's seed and the step.
         total_rows: fixed number of rows per mini-batch.
         skip_zero: leave rows of advantage 0 out of the batch after their weights are made: the
-            gradient is the same, the compute less. Default: where neither KL nor entropy, which
+            gradient is the same, the compute less. Default: where no KL, entropy or balance, which
             act on such rows too, is in the loss.
     """
     groups = zero_cut(groups, objective.zeroed_reasons)
@@ -83,7 +83,7 @@ def assemble(
     dropped: Counter[str] = Counter()
     units, stats = _units(groups, objective, row_length, dropped)
     if skip_zero is None:
-        skip_zero = objective.kl_coef == 0 and objective.entropy_coef == 0
+        skip_zero = not (objective.kl_coef or objective.entropy_coef or objective.balance_coef)
     batches: list[Batch] = []
     for part in split([(u.task_id, u.sequence.rollout_id) for u in units], updates, seed):
         segments = _segments([units[i] for i in part], objective, dropped, skip_zero)

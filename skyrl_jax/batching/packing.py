@@ -15,6 +15,8 @@ import numpy as np
 from skyrl_jax.core.errors import DataError
 from skyrl_jax.core.types import Batch, FloatArray, Sequence
 
+ROUTED = "routed_experts"  # channel of router replay (learner/step.py), where sequences know it
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Segment:
@@ -65,7 +67,7 @@ def pack(
                 f"total_rows is {total_rows} (it must hold them and be a multiple of {micro_rows})"
             )
         rows = total_rows
-    batch = _blank(rows, row_length)
+    batch = _blank(rows, row_length, _routing_shape(segments))
     for row, members in enumerate(layout):
         start = 0
         for number, member in enumerate(members, start=1):
@@ -128,6 +130,8 @@ def _check(segment: Segment, row_length: int) -> None:
             segment.weights,
         )
     }
+    if sequence.routed_experts is not None:
+        sizes.add(len(sequence.routed_experts))
     if len(sizes) != 1:
         raise DataError(f"{sequence.rollout_id}: arrays of one sequence differ in length: {sizes}")
     if not 0 < len(sequence.token_ids) <= row_length:
@@ -139,7 +143,16 @@ def _check(segment: Segment, row_length: int) -> None:
         raise DataError(f"{sequence.rollout_id}: the first token of a sequence cannot be trained")
 
 
-def _blank(rows: int, length: int) -> Batch:
+def _routing_shape(segments: Seq[Segment]) -> tuple[int, ...]:
+    """Return (layers, experts per token) where a segment knows its routing, else ()."""
+    known = [s.sequence.routed_experts for s in segments if s.sequence.routed_experts is not None]
+    shapes = {routed.shape[1:] for routed in known}
+    if len(shapes) > 1:
+        raise DataError(f"sequences of one batch differ in their routed_experts: {shapes}")
+    return shapes.pop() if shapes else ()
+
+
+def _blank(rows: int, length: int, routing: tuple[int, ...] = ()) -> Batch:
     def ints() -> np.ndarray[tuple[int, ...], np.dtype[np.int32]]:
         return np.zeros((rows, length), np.int32)
 
@@ -154,6 +167,7 @@ def _blank(rows: int, length: int) -> Batch:
         advantages=floats(0.0),
         loss_weights=floats(0.0),
         temperature=floats(1.0),  # logits are divided by it, on padding too
+        channels={ROUTED: np.full((rows, length, *routing), -1, np.int16)} if routing else {},
     )
 
 
@@ -170,4 +184,6 @@ def _write(batch: Batch, row: int, start: int, number: int, segment: Segment) ->
     batch.advantages[row, start:end] = np.where(sequence.mask > 0, segment.advantage, 0.0)
     batch.loss_weights[row, start:end] = segment.weights
     batch.temperature[row, start:end] = sequence.temperature
+    if sequence.routed_experts is not None:
+        batch.channels[ROUTED][row, start:end] = sequence.routed_experts
     return end

@@ -20,6 +20,7 @@ from skyrl_jax.core.types import (
     LOGPROB_FLOOR,
     Completion,
     Episode,
+    RoutingArray,
     Sequence,
     Turn,
 )
@@ -47,12 +48,13 @@ class _Node:
 
 @dataclass(slots=True, kw_only=True)
 class _Row:
-    """A row in the making; the four lists grow only together, in ``append``."""
+    """A row in the making; its lists grow only together, in ``append``."""
 
     ids: list[int] = field(default_factory=list)
     mask: list[float] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routed: list[RoutingArray] = field(default_factory=list)  # what each turn added
 
     def append(self, prompt: Seq[int], completion: Completion) -> int:
         """Add context (mask 0) and a completion (mask 1); return where the completion starts."""
@@ -60,6 +62,11 @@ class _Row:
         self.mask += [0.0] * len(prompt) + [1.0] * len(completion.token_ids)
         self.logprobs += [0.0] * len(prompt) + list(completion.logprobs)
         self.versions += [-1] * len(prompt) + list(completion.weight_versions)
+        if completion.routed_experts is not None:
+            # A call tells the routing of all that it fed, and what stands in the row is what it
+            # fed. Of tokens that an earlier call fed the earlier answer stays: it made the sample.
+            told = sum(len(part) for part in self.routed)
+            self.routed.append(completion.routed_experts[told:])
         return len(self.ids) - len(completion.token_ids)
 
 
@@ -133,6 +140,15 @@ def _check(completion: Completion, name: str) -> None:
         raise DataError(f"{name}: a sampled token id is negative")
 
 
+def _routing(row: _Row) -> RoutingArray | None:
+    """Return the experts of the row's tokens, -1 for the last ones that no call fed."""
+    if not row.routed:
+        return None
+    told = np.concatenate(row.routed)
+    rest = np.full((len(row.ids) - len(told), *told.shape[1:]), -1, np.int16)
+    return np.concatenate([told, rest])
+
+
 def _sequence(episode: Episode, row: _Row) -> Sequence:
     if row.mask[0]:
         raise DataError(f"{rollout_id(episode)}: a row begins with a sampled token (empty prompt)")
@@ -143,4 +159,5 @@ def _sequence(episode: Episode, row: _Row) -> Sequence:
         behavior_logprobs=np.minimum(np.asarray(row.logprobs, np.float32), np.float32(0.0)),
         weight_versions=np.asarray(row.versions, np.int32),
         temperature=episode.temperature,
+        routed_experts=_routing(row),
     )

@@ -50,12 +50,13 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeshConfig:
-    """Devices per mesh axis; -1 = all that remain."""
+    """Devices per mesh axis; -1 = all that remain. The axes: models/sharding.py."""
 
     data: int
     fsdp: int
     tensor: int
     context: int
+    expert: int = 1  # a file of a run names it; only code may leave it out, as in ModelConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +85,9 @@ class LearnerConfig:
     lora_rank: int = 0  # 0 = RL trains every parameter (the warm start always does)
     lora_alpha: float = 16.0  # adapters count lora_alpha / lora_rank times
     lora_targets: tuple[str, ...] = ()  # matrices of a layer: q, k, v, o, gate, up, down
+    # The moments lie in the host's memory between updates (learner/state.py). Only code may leave
+    # this out, as in ModelConfig.
+    offload_optimizer: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,6 +108,9 @@ class ObjectiveConfig:
     # Of truncated episodes; reasons: turns, context, time, loop, agent or agent:<cause>
     masked_reasons: tuple[str, ...]  # kept in the statistics, not in the loss
     zeroed_reasons: tuple[str, ...]  # their reward counts as 0 in training
+    # Only code may leave out these two, as in ModelConfig.
+    balance_coef: float = 0.0  # of the routers' load-balance loss (models/moe.py); 0 = metric alone
+    on_policy: bool = False  # the ratio is 1: one update a batch, on what the policy itself sampled
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,6 +134,9 @@ class RolloutConfig:
     run_timeout_s: float
     grade_timeout_s: float
     breaker: int  # host failures in a row that stop the run
+    # The learner sends each token through the experts that the engine sent it through (the server
+    # must tell them). Only code may leave this out, as in ModelConfig.
+    replay_routing: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

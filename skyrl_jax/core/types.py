@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 
 IntArray = NDArray[np.int32]
 FloatArray = NDArray[np.float32]
+RoutingArray = NDArray[np.int16]  # numbers of experts; -1 = not known
 
 # What a sampled token's log-prob can be, in nats: FLOOR < x <= CEILING. Nothing can be drawn at
 # e^-1000 (fp32 softmax ends near e^-104; engines put -9999 where they have no log-prob), and 0
@@ -90,6 +91,9 @@ class Completion:
 
     ``logprobs`` are nats of the behaviour policy at the sampling temperature; ``weight_versions``
     says for each token which policy drew it. The stop token, when sampled, is part of the ids.
+    ``routed_experts`` [P + n - 1, L, k], where the engine was asked for it: the experts that each
+    fed token was sent through in each layer, the P of the prompt first (the last sampled token was
+    not fed).
     Example: ``Completion(token_ids=(5, 2), logprobs=(-0.1, -0.2), weight_versions=(3, 3),
     finish_reason="stop")``.
     """
@@ -98,6 +102,7 @@ class Completion:
     logprobs: tuple[float, ...]
     weight_versions: tuple[int, ...]
     finish_reason: str  # "stop" | "length" | "abort"
+    routed_experts: RoutingArray | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         """Refuse a completion whose three lists do not belong together."""
@@ -198,7 +203,8 @@ class Sequence:
     """One training row before packing. All arrays have shape [T].
 
     ``mask`` is 1 exactly on sampled tokens that are to be trained. ``behavior_logprobs`` (nats)
-    and ``weight_versions`` are read only where mask is 1 (0 and -1 elsewhere).
+    and ``weight_versions`` are read only where mask is 1 (0 and -1 elsewhere). ``routed_experts``
+    [T, L, k], where the engine told it: -1 for tokens that it did not feed.
     Example: a two-turn row ``token_ids=[1,2,3,4,5]``, ``mask=[0,0,1,0,1]``.
     """
 
@@ -208,11 +214,12 @@ class Sequence:
     behavior_logprobs: FloatArray
     weight_versions: IntArray
     temperature: float
+    routed_experts: RoutingArray | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """A packed batch; every array is [B, T].
+    """A packed batch; every array is [B, T] (channel ``routed_experts``: [B, T, L, k]).
 
     ``segment_ids`` 0 = padding, 1.. = sequences of the row; ``positions`` restart in each segment.
     All per-token arrays are aligned to the *predicted* token: entry t describes tokens[t], whose
@@ -227,7 +234,7 @@ class Batch:
     advantages: FloatArray
     loss_weights: FloatArray
     temperature: FloatArray
-    channels: Mapping[str, FloatArray] = field(default_factory=dict)
+    channels: Mapping[str, FloatArray | RoutingArray] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,6 +33,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "mesh.fsdp": (-1, _INF),
     "mesh.tensor": (-1, _INF),
     "mesh.context": (-1, _INF),
+    "mesh.expert": (-1, _INF),
     "learner.lr": (0, 1),
     "learner.warmup_steps": (0, _INF),
     "learner.decay_steps": (0, _INF),
@@ -53,6 +54,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "objective.dual_clip": (0, _INF),
     "objective.kl_coef": (0, _INF),
     "objective.entropy_coef": (0, _INF),
+    "objective.balance_coef": (0, _INF),
     "objective.reduction_norm": (0, _INF),
     "rollout.tasks_per_step": (1, _INF),
     "rollout.samples_per_task": (2, _INF),
@@ -145,6 +147,7 @@ def validate_config(config: RunConfig) -> RunConfig:
     _check_lengths(config)
     _check_counts(config)
     _check_reasons(config)
+    _check_objective(config)
     return config
 
 
@@ -193,6 +196,27 @@ def _check_lengths(config: RunConfig) -> None:
         raise ConfigError(
             f"model.num_heads = {m.num_heads} must be a multiple of model.num_kv_heads = "
             f"{m.num_kv_heads}"
+        )
+
+
+def _check_objective(config: RunConfig) -> None:
+    objective, learner = config.objective, config.learner
+    if objective.balance_coef and not config.model.num_experts:
+        raise ConfigError(
+            f"objective.balance_coef = {objective.balance_coef}: only routed experts can be out of "
+            f"balance, and model.num_experts is 0 (family {config.model.family!r}); use 0"
+        )
+    if config.rollout.replay_routing and not (config.model.num_experts and config.engine.servers):
+        raise ConfigError(
+            "rollout.replay_routing = True needs a model with experts (model.num_experts = "
+            f"{config.model.num_experts}) and a server that tells its routing (engine.servers = "
+            f"{list(config.engine.servers)}; the embedded engine tells none)"
+        )
+    if objective.on_policy and (learner.updates_per_batch, learner.epochs_per_batch) != (1, 1):
+        raise ConfigError(
+            "objective.on_policy = True holds for the first update of a batch alone; it needs "
+            f"learner.updates_per_batch = 1 (now {learner.updates_per_batch}) and "
+            f"learner.epochs_per_batch = 1 (now {learner.epochs_per_batch})"
         )
 
 

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 from collections.abc import Sequence
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from skyrl_jax.core.errors import GenerationError
 from skyrl_jax.core.types import LOGPROB_CEILING, LOGPROB_FLOOR, Completion, SamplingParams
@@ -67,6 +72,42 @@ def completion(
         weight_versions=_versions(meta, len(ids), served, unversioned, where),
         finish_reason=finish,
     )
+
+
+def routed_experts(
+    meta: dict[str, Any], shape: tuple[int, int, int], where: str
+) -> NDArray[np.int16]:
+    """Read which experts each fed token was sent through (base64 of int32, row by row).
+
+    Args:
+        meta: ``meta_info`` of an answer to a call with ``return_routed_experts``.
+        shape: (tokens fed, layers, experts per token) that must come.
+        where: the server, for messages.
+
+    Raises:
+        GenerationError: it is not there, or not of this shape: replaying nothing, or the routing
+            of other tokens, would go unnoticed.
+    """
+    text = meta.get("routed_experts")
+    if not isinstance(text, str):
+        raise GenerationError(
+            f"{where}: the answer has no routed_experts; start the server with "
+            "--enable-return-routed-experts, or set rollout.replay_routing to False",
+            cause="engine_contract",
+        )
+    try:
+        raw = base64.b64decode(text, validate=True)
+    except ValueError as error:
+        raise GenerationError(
+            f"{where}: routed_experts is no base64: {error}", cause="engine_contract"
+        ) from None
+    if len(raw) != 4 * math.prod(shape):
+        raise GenerationError(
+            f"{where}: routed_experts has {len(raw)} bytes; {shape[0]} tokens, {shape[1]} layers "
+            f"and {shape[2]} experts a token make {4 * math.prod(shape)}",
+            cause="engine_contract",
+        )
+    return np.frombuffer(raw, "<i4").reshape(shape).astype(np.int16)
 
 
 def error_text(raw: bytes) -> str:

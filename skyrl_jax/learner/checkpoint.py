@@ -139,7 +139,7 @@ class Checkpoints:
 
         Args:
             template: pytree of arrays or ShapeDtypeStructs with the wanted shardings
-                (``learner.state.abstract_state``).
+                (``learner.state.abstract_state``); a leaf without one comes back on one device.
 
         Raises:
             CheckpointError: checkpoints exist but none can be used, or the newest whole one
@@ -186,11 +186,13 @@ class Checkpoints:
 
         document = self._read_host(step)
         _check_shapes(step, document["leaves"], template)
-        args = ocp.args.Composite(state=ocp.args.StandardRestore(jax.tree.map(_placed, template)))
+        template = jax.tree.map(_somewhere, template)
+        args = ocp.args.Composite(state=ocp.args.StandardRestore(template))
         # Orbax and tensorstore raise many types on a broken file; all mean the same here.
         state = _guarded(
             "its state cannot be read", lambda: self._reader.restore(step, args=args)["state"]
         )
+        check_placed(step, state, template)
         return document, state
 
     def _read_host(self, step: int) -> dict[str, Any]:
@@ -279,13 +281,6 @@ def _make_manager(root: Path, members: Sequence[int] = (), **options: Any) -> An
     )
 
 
-def _placed(leaf: Any) -> Any:
-    """Return a leaf's shape with a place: without one Orbax wants the devices that saved it."""
-    here = leaf.sharding or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    shaped: Any = jax.ShapeDtypeStruct  # untyped
-    return shaped(leaf.shape, leaf.dtype, sharding=here)
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Hold back Orbax's log of every sub-step while one of its calls runs."""
@@ -330,4 +325,25 @@ def _check_shapes(step: int, leaves: Mapping[str, list[Any]], template: Any) -> 
             raise CheckpointError(
                 f"checkpoint {step} belongs to another model or optimizer: {name} is "
                 f"{saved.get(name, 'absent')} there and {wanted.get(name, 'absent')} in the config"
+            )
+
+
+def _somewhere(leaf: Any) -> Any:
+    """Return a template leaf with a sharding: without one Orbax takes the saved devices' layout."""
+    if getattr(leaf, "sharding", None) is not None:
+        return leaf
+    one = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    struct: Any = jax.ShapeDtypeStruct  # ships no types
+    return struct(leaf.shape, leaf.dtype, sharding=one)
+
+
+def check_placed(step: int, state: Any, template: Any) -> None:
+    """Refuse arrays that lie elsewhere than asked: one leaf left whole can fill a device."""
+    found = jax.tree_util.tree_leaves_with_path(state)
+    for (path, leaf), wanted in zip(found, jax.tree.leaves(template), strict=True):
+        place = getattr(wanted, "sharding", None)
+        if place is not None and not leaf.sharding.is_equivalent_to(place, leaf.ndim):
+            raise CheckpointError(
+                f"checkpoint {step}: {leaf_name(path)} was restored as {leaf.sharding}, wanted "
+                f"{place}; restore with a template of ShapeDtypeStructs that have the shardings"
             )

@@ -25,9 +25,24 @@ def bit_sum(x: Array) -> Array:
 
 
 def bit_sums(tree: Any) -> dict[str, int]:
-    """Return {leaf name: bit sum} of a tree, computed on the device."""
-    sums = jax.device_get(_tree_sums(tree))
-    return {leaf_name(path): int(s) for path, s in jax.tree_util.tree_leaves_with_path(sums)}
+    """Return {leaf name: bit sum} of a tree, computed on the device.
+
+    Leaves in a host's memory (offloaded moments) visit the device one after the other.
+    """
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    hosted = {leaf_name(path): x for path, x in leaves if _on_host(x)}
+    if not hosted:
+        sums = jax.device_get(_tree_sums(tree))
+        return {leaf_name(path): int(s) for path, s in jax.tree_util.tree_leaves_with_path(sums)}
+    near = {leaf_name(path): x for path, x in leaves if not _on_host(x)}
+    named = jax.device_get(_tree_sums(near))
+    for name, x in hosted.items():
+        named[name] = jax.device_get(_tree_sums(jax.device_put(x, jax.memory.Space.Device)))
+    return {name: int(s) for name, s in named.items()}
+
+
+def _on_host(x: Any) -> bool:
+    return bool(getattr(getattr(x, "sharding", None), "memory_kind", None) == "pinned_host")
 
 
 @jax.jit

@@ -10,12 +10,15 @@ import jax.numpy as jnp
 from jaxtyping import Array, Int
 
 from skyrl_jax.core.config import LearnerConfig, ModelConfig
+from skyrl_jax.core.errors import ConfigError
 from skyrl_jax.core.types import Batch
 from skyrl_jax.learner.optimizer import make_optimizer
 from skyrl_jax.models.decoder import abstract_params, init_params
 from skyrl_jax.models.sharding import param_shardings, spec
 
 Params = Any
+
+HOST_MEMORY = "pinned_host"  # jax's name for host memory that a device reads by itself
 
 # core/ knows no jax; this is where Batch learns to enter a jitted function.
 jax.tree_util.register_dataclass(
@@ -64,6 +67,7 @@ def state_from_params(
 
     The params are copied: the train step donates its state, and the caller keeps its own tree.
     """
+    check_offload(learner_cfg, mesh)
     # As host or device arrays alike: one program.
     params = jax.tree.map(jnp.asarray, params)
     if mesh is None:
@@ -83,15 +87,30 @@ def abstract_state(model_cfg: ModelConfig, learner_cfg: LearnerConfig) -> TrainS
 
 
 def state_shardings(
-    model_cfg: ModelConfig, learner_cfg: LearnerConfig, mesh: jax.sharding.Mesh
+    model_cfg: ModelConfig,
+    learner_cfg: LearnerConfig,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
 ) -> TrainState:
-    """Return a sharding per leaf: moments lie where their parameters lie, counters everywhere."""
+    """Return a sharding per leaf: moments lie where their parameters lie, counters everywhere.
+
+    With ``learner.offload_optimizer`` the moments lie in the memory of the hosts (``pinned_host``)
+    of those devices: 8 bytes per parameter less of each device's own between updates.
+    """
     return shardings_like(
-        param_shardings(model_cfg, mesh), abstract_state(model_cfg, learner_cfg), mesh
+        param_shardings(model_cfg, mesh),
+        abstract_state(model_cfg, learner_cfg),
+        mesh,
+        offload=learner_cfg.offload_optimizer,
     )
 
 
-def shardings_like(params: Params, state: TrainState, mesh: jax.sharding.Mesh) -> TrainState:
+def shardings_like(
+    params: Params,
+    state: TrainState,
+    mesh: jax.sharding.Mesh | jax.sharding.AbstractMesh,
+    *,
+    offload: bool = False,
+) -> TrainState:
     """Return a sharding per leaf of ``state``, from those of its params (any params pytree)."""
     by_path = {
         jax.tree_util.keystr(path): leaf
@@ -102,6 +121,8 @@ def shardings_like(params: Params, state: TrainState, mesh: jax.sharding.Mesh) -
     def one(path: Any, leaf: Any) -> Any:
         name = jax.tree_util.keystr(path)
         near = [s for key, s in by_path.items() if leaf.ndim and name.endswith(key)]
+        if near and offload and name.startswith(".opt_state"):
+            return near[0].with_memory_kind(HOST_MEMORY)
         return near[0] if near else everywhere
 
     shardings: TrainState = jax.tree_util.tree_map_with_path(one, state)
@@ -116,6 +137,27 @@ def placed(shapes: Any, shardings: Any) -> Any:
         return struct(leaf.shape, leaf.dtype, sharding=sharding)
 
     return jax.tree.map(one, shapes, shardings)
+
+
+def check_offload(learner_cfg: LearnerConfig, mesh: jax.sharding.Mesh | None) -> None:
+    """Refuse to offload the optimizer where there is nothing to offload to, or no mesh to say it.
+
+    Raises:
+        ConfigError: names the key and what would be right.
+    """
+    if not learner_cfg.offload_optimizer:
+        return
+    if mesh is None:
+        raise ConfigError(
+            "config key 'learner.offload_optimizer' is True, which needs a mesh: pass the one of "
+            "models.sharding.make_mesh, of one device too"
+        )
+    platform = mesh.devices.flat[0].platform
+    if platform == "cpu":
+        raise ConfigError(
+            "config key 'learner.offload_optimizer' is True, but the devices are CPUs: their "
+            "memory is the host's already; use False"
+        )
 
 
 def fresh_state(learner_cfg: LearnerConfig, params: Params) -> TrainState:

@@ -14,29 +14,29 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float
+from jaxtyping import Array
 
+from skyrl_jax.batching.packing import ROUTED
 from skyrl_jax.core.config import LearnerConfig, ModelConfig, ObjectiveConfig
-from skyrl_jax.core.errors import ConfigError
+from skyrl_jax.core.errors import ConfigError, DataError
 from skyrl_jax.core.types import Batch
+from skyrl_jax.learner.objective import policy_loss as policy_loss  # part of this face
+from skyrl_jax.learner.objective import supervised_loss as supervised_loss
 from skyrl_jax.learner.optimizer import learning_rate, make_optimizer
-from skyrl_jax.learner.state import Params, TrainState, state_shardings
+from skyrl_jax.learner.state import Params, TrainState, check_offload, state_shardings
 from skyrl_jax.models import decoder
 from skyrl_jax.models.attention import check_mesh
 from skyrl_jax.models.sharding import row_sharding, spec
 from skyrl_jax.rl import diagnostics
 from skyrl_jax.rl.diagnostics import Tally
-from skyrl_jax.rl.kl import kl_estimate
 from skyrl_jax.rl.logprobs import (
     TokenStats,
     shift_right,
     token_logprobs,
     vocab_parallel_logprobs,
 )
-from skyrl_jax.rl.losses import cross_entropy_loss, masked_log_ratio, ppo_clip_loss
 
 ScoreFn = Callable[[Params, Batch], TokenStats]
-LossFn = Callable[[TokenStats, Batch], tuple[Float[Array, ""], Tally]]
 Metrics = dict[str, Array]
 TrainStep = Callable[[TrainState, Batch], tuple[TrainState, Metrics]]
 
@@ -51,6 +51,9 @@ def make_score_fn(
     """Return ``score_fn(params, batch) -> TokenStats`` of a language model.
 
     With a ``mesh`` that spreads the vocabulary the head stays where it is (rl/logprobs.py).
+    Of a model with routed experts ``aux`` is the routers' MoeStats (models/moe.py), and a batch may
+    have channel ``routed_experts``: int32 [B, T, L, k], the experts that the engine sent each token
+    through, -1 where it did not say (padding; the last sampled token, which was never fed).
     """
     dtypes = {"float32": jnp.float32, "bfloat16": jnp.bfloat16}
     if learner_cfg.compute_dtype not in dtypes:
@@ -70,7 +73,7 @@ def make_score_fn(
 
     def score(params: Params, batch: Batch) -> TokenStats:
         tokens = jnp.asarray(batch.tokens)
-        hidden = decoder.hidden_fn(
+        hidden, routers = decoder.hidden_and_stats_fn(
             model_cfg,
             params,
             tokens,
@@ -78,6 +81,7 @@ def make_score_fn(
             jnp.asarray(batch.segment_ids),
             dtype=dtypes[learner_cfg.compute_dtype],
             remat=learner_cfg.remat,
+            experts=_replayed(model_cfg, batch),
             mesh=mesh,
         )
         logprobs, entropy = _head_logprobs(
@@ -91,9 +95,25 @@ def make_score_fn(
         )
         # The first token of a segment has no predecessor that may be read.
         first = jnp.asarray(batch.positions) == 0
-        return TokenStats(jnp.where(first, 0.0, logprobs), jnp.where(first, 0.0, entropy))
+        logprobs, entropy = (jnp.where(first, 0.0, x) for x in (logprobs, entropy))
+        return TokenStats(logprobs, entropy, aux=routers)
 
     return score
+
+
+def _replayed(model_cfg: ModelConfig, batch: Batch) -> Array | None:
+    """Return channel ``routed_experts`` as [N, L, k], or ``None`` where the batch has none."""
+    routed = batch.channels.get(ROUTED)
+    if routed is None:
+        return None
+    want = (*batch.tokens.shape, model_cfg.num_layers, model_cfg.experts_per_token)
+    if not model_cfg.num_experts or tuple(routed.shape) != want:
+        asks = list(want) if model_cfg.num_experts else "none: it has no experts"
+        raise DataError(
+            f"batch channel {ROUTED!r} has shape {list(routed.shape)}; the model (family "
+            f"{model_cfg.family!r}) asks for {asks}"
+        )
+    return jnp.asarray(routed).reshape(-1, *want[2:])
 
 
 def _head_logprobs(
@@ -116,53 +136,6 @@ def _head_logprobs(
     return logprobs.reshape(tokens.shape), entropy.reshape(tokens.shape)
 
 
-def policy_loss(objective: ObjectiveConfig) -> LossFn:
-    """Return sum(w (clipped policy loss + kl_coef KL to the reference - entropy_coef entropy)).
-
-    The ratio is taken against channel ``proximal_logprobs`` where the batch has it (several
-    updates over one batch whose engine log-probs differ from the learner's), else against
-    ``behavior_logprobs``. With ``kl_coef`` the batch must have channel ``ref_logprobs``.
-    """
-
-    def loss(stats: TokenStats, batch: Batch) -> tuple[Array, Tally]:
-        weights = jnp.asarray(batch.loss_weights)
-        mask = weights != 0
-        channels = batch.channels
-        behavior = jnp.asarray(batch.behavior_logprobs)
-        anchor = jnp.asarray(channels.get("proximal_logprobs", behavior))
-        log_ratio = masked_log_ratio(stats.logprobs, anchor, mask)
-        clip = {"clip_low": objective.clip_low, "clip_high": objective.clip_high}
-        advantages = jnp.where(mask, jnp.asarray(batch.advantages), 0.0)
-        per_token = ppo_clip_loss(log_ratio, advantages, dual_clip=objective.dual_clip, **clip)
-        tally = diagnostics.policy_tally(
-            stats.logprobs, behavior, log_ratio, advantages, stats.entropy, mask, **clip
-        )
-        if objective.kl_coef:
-            if "ref_logprobs" not in channels:
-                raise ConfigError("'objective.kl_coef' is not 0 but the batch has no ref_logprobs")
-            from_ref = masked_log_ratio(stats.logprobs, jnp.asarray(channels["ref_logprobs"]), mask)
-            kl = jnp.where(mask, kl_estimate(from_ref, objective.kl_kind), 0.0)
-            per_token = per_token + objective.kl_coef * kl
-            tally.sums["ref_kl"] = jnp.sum(kl)
-        if objective.entropy_coef:
-            per_token = per_token - objective.entropy_coef * stats.entropy
-        return jnp.sum(weights * jnp.where(mask, per_token, 0.0)), tally
-
-    return loss
-
-
-def supervised_loss() -> LossFn:
-    """Return sum(w * -log p(token)); the weights hold mask, reduction and prompt weight."""
-
-    def loss(stats: TokenStats, batch: Batch) -> tuple[Array, Tally]:
-        weights = jnp.asarray(batch.loss_weights)
-        mask = weights != 0
-        tally = diagnostics.supervised_tally(stats.logprobs, stats.entropy, mask)
-        return jnp.sum(weights * cross_entropy_loss(stats.logprobs, mask)), tally
-
-    return loss
-
-
 def make_train_step(
     model_cfg: ModelConfig,
     learner_cfg: LearnerConfig,
@@ -179,7 +152,11 @@ def make_train_step(
         objective: the RL objective, or ``None`` for supervised fine-tuning.
         mesh: devices to shard over, or ``None`` for one device.
         score_fn: another policy than the language model of ``model_cfg``.
+
+    Raises:
+        ConfigError: settings that do not fit together, or a mesh that does not fit the model.
     """
+    check_offload(learner_cfg, mesh)
     entropy_gradient = objective is not None and objective.entropy_coef != 0
     score = score_fn or make_score_fn(
         model_cfg, learner_cfg, mesh, entropy_gradient=entropy_gradient
@@ -219,14 +196,17 @@ def apply_update(
         ``num_trained_tokens`` those in the loss; ``lr`` is that of this update.
     """
     optimizer, schedule = make_optimizer(learner_cfg), learning_rate(learner_cfg)
-    micro = _split(batch, learner_cfg.micro_rows, mesh)
-    trained = jnp.any(micro.loss_weights != 0, axis=(1, 2))
-    loss, tally, grads = _accumulate(total_loss, state.params, micro, _used(trained))
+    loss, tally, grads = loss_and_gradients(
+        total_loss, state.params, batch, learner_cfg.micro_rows, mesh
+    )
     grad_norm = optax.tree.norm(grads)
-    updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+    moments = state.opt_state
+    if learner_cfg.offload_optimizer:
+        moments = jax.device_put(moments, jax.memory.Space.Device)
+    updates, opt_state = optimizer.update(grads, moments, state.params)
     params = optax.apply_updates(state.params, updates)
     metrics = diagnostics.finish(tally) | {
-        "num_tokens": jnp.sum(micro.segment_ids != 0),
+        "num_tokens": jnp.sum(jnp.asarray(batch.segment_ids) != 0),
         "loss": loss,
         "grad_norm": grad_norm,
         "update_norm": optax.tree.norm(updates),
@@ -234,6 +214,27 @@ def apply_update(
         "num_skipped_updates": opt_state.num_skipped,
     }
     return TrainState(state.step + 1, params, opt_state), metrics
+
+
+def loss_and_gradients(
+    total_loss: Callable[[Params, Batch], tuple[Array, Tally]],
+    params: Params,
+    batch: Batch,
+    micro_rows: int,
+    mesh: jax.sharding.Mesh | None = None,
+) -> tuple[Array, Tally, Params]:
+    """Return (loss, tally, fp32 gradients), summed over the micro-batches; traceable.
+
+    Args:
+        total_loss: (params, micro-batch) -> (loss, tally).
+        params: what is trained.
+        batch: [B, T] arrays, B a multiple of ``micro_rows``.
+        micro_rows: rows of a micro-batch.
+        mesh: devices the rows are spread over.
+    """
+    micro = _split(batch, micro_rows, mesh)
+    trained = jnp.any(micro.loss_weights != 0, axis=(1, 2))
+    return _accumulate(total_loss, params, micro, _used(trained))
 
 
 def make_sft_step(

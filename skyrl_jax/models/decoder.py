@@ -123,6 +123,7 @@ def layer_and_stats(
     *,
     valid: Bool[Array, " N"] | None = None,
     experts: Int[Array, "N C"] | None = None,
+    mesh: Mesh | None = None,
 ) -> tuple[Float[Array, "N D"], MoeStats | None]:
     """Run one transformer block; also return its router's statistics (``None`` when dense).
 
@@ -134,6 +135,7 @@ def layer_and_stats(
         attend: mixes tokens.
         valid: tokens that count in the statistics; ``None`` = all.
         experts: replay of routing decisions (models/moe.py); C experts a token.
+        mesh: devices over which the experts are spread (models/moe.py).
     """
     n, eps, family = x.shape[0], cfg.rms_norm_eps, family_of(cfg)
     frequency = rope_frequencies(cfg)
@@ -151,7 +153,7 @@ def layer_and_stats(
     x = x + matmul(attend(q, k, v).reshape(n, -1), p["o"])
     y = rms_norm(x, p["mlp_norm"], eps)
     if family.experts:
-        out, stats = moe_mlp(cfg, p, y, valid=valid, experts=experts)
+        out, stats = moe_mlp(cfg, p, y, valid=valid, experts=experts, mesh=mesh)
         return x + out, stats
     gated = jax.nn.silu(matmul(y, p["gate"])) * matmul(y, p["up"])
     return x + matmul(gated, p["down"]), None
@@ -221,7 +223,7 @@ def hidden_and_stats_fn(
     """Return what ``hidden_fn`` returns and each layer's router statistics (``None`` when dense).
 
     Args:
-        cfg: as in ``hidden_fn``, and so are all arguments but the last.
+        cfg: as in ``hidden_fn``, and so are all arguments but ``experts``.
         params: the params pytree.
         tokens: token ids.
         positions: position in the token's own segment.
@@ -247,7 +249,7 @@ def hidden_and_stats_fn(
     def body(x: Array, scanned: tuple[Params, Array | None]) -> tuple[Array, MoeStats | None]:
         p, replayed = scanned
         x = layout.pin(x)
-        return layer_and_stats(cfg, p, x, where, attend, valid=valid, experts=replayed)
+        return layer_and_stats(cfg, p, x, where, attend, valid=valid, experts=replayed, mesh=mesh)
 
     if remat != "none":
         # Inside scan the barriers that stop XLA from undoing remat are not needed.

@@ -86,6 +86,48 @@ def supervised_tally(
     return Tally({k: jnp.sum(jnp.where(mask, v, 0.0)) for k, v in sums.items()}, {})
 
 
+def router_tally(
+    load: Float[Array, "L E"],
+    balance_loss: Float[Array, " L"],
+    entropy: Float[Array, " L"],
+    dropped: Float[Array, " L"],
+    mask: Bool[Array, "B T"],
+    replayed: Bool[Array, "B T"] | None = None,
+) -> Tally:
+    """Tally the routers of one micro-batch (models/moe.py); micro-batches count by trained tokens.
+
+    Args:
+        load: share of the assignments that went to each expert, per layer.
+        balance_loss: per layer, 1 when even.
+        entropy: of the router's distribution, mean over real tokens, nats, per layer.
+        dropped: assignments that no expert ran, per layer.
+        mask: trained tokens.
+        replayed: tokens whose experts the engine chose, or ``None``.
+
+    Returns:
+        sums: balance_loss and router_entropy (mean over layers), busiest_expert_fraction (of the
+        assignments of a layer, mean over layers; 1 / E when even), dropped_assignments, and with
+        ``replayed`` replayed_fraction. Maximum: expert_load, the busiest expert of any layer as a
+        multiple of the mean.
+    """
+    tokens = jnp.sum(mask.astype(jnp.float32))
+    busiest = jax.lax.stop_gradient(jnp.max(load, axis=-1))
+    sums = {
+        "balance_loss": tokens * jnp.mean(jax.lax.stop_gradient(balance_loss)),
+        "router_entropy": tokens * jnp.mean(entropy),
+        "busiest_expert_fraction": tokens * jnp.mean(busiest),
+        "dropped_assignments": jnp.sum(dropped),
+    }
+    if replayed is not None:
+        sums["replayed_fraction"] = jnp.sum((replayed & mask).astype(jnp.float32))
+    return Tally(sums, {"expert_load": load.shape[-1] * jnp.max(busiest)})
+
+
+def beside(a: Tally, b: Tally) -> Tally:
+    """Join two tallies of one micro-batch that have no figure in common."""
+    return Tally(a.sums | b.sums, a.maxima | b.maxima)
+
+
 def finish(tally: Tally) -> dict[str, Array]:
     """Turn a tally into metrics: ``num_trained_tokens``, ``<name>_mean`` and ``<name>_max``.
 

@@ -60,7 +60,8 @@ class Policy:
             schedule="constant",  # decay_steps counts RL updates
         )
         mesh = make_mesh(config.mesh)  # refuses axes that do not fit, on one device too
-        self._mesh = mesh if jax.device_count() > 1 else None
+        meshed = jax.device_count() > 1 or config.learner.offload_optimizer
+        self._mesh = mesh if meshed else None
         args = (config.model, config.learner, self._mesh)
         self._trained = make_trained(config, self._mesh)
         self._train_step = feeding(self._trained.step, self._mesh)

@@ -115,7 +115,12 @@ async def open_world(
         publisher = make_publisher(config.model, store, dtype=config.learner.compute_dtype)
         stack.enter_context(publisher)
         url = await _open_server(config, workdir, renderer, stack)
-        generator = SGLangGenerator(url, timeout_s=config.engine.request_timeout_s, gate_open=False)
+        generator = SGLangGenerator(
+            url,
+            timeout_s=config.engine.request_timeout_s,
+            gate_open=False,
+            routing=_routing(config),
+        )
         await stack.enter_async_context(generator)
         # the tokenizer beside the weights: another run can start from such a folder
         bridge = Bridge(
@@ -341,3 +346,9 @@ def _empty_model(model: ModelConfig, folder: Path, renderer: ChatMLRenderer) -> 
     """Write a folder with config.json only: the server learns the shape, weights follow."""
     write_json(folder / "config.json", hf.config_to_hf(model, **hf_extra(renderer)))
     return folder
+
+
+def _routing(config: RunConfig) -> tuple[int, int] | None:
+    """Return what every completion must bring for router replay: (layers, experts a token)."""
+    model = config.model
+    return (model.num_layers, model.experts_per_token) if config.rollout.replay_routing else None

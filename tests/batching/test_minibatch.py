@@ -109,7 +109,8 @@ def test_leaving_idle_rows_out_changes_no_weight_of_the_others() -> None:
     assert set(np.unique(lean.minibatches[0].loss_weights)) == {np.float32(0), np.float32(1 / 8)}
     total = [(b.loss_weights * b.advantages).sum() for b in lean.minibatches + full.minibatches]
     assert total[0] == total[1]
-    assert build(groups, kl_coef=0.1).trained == 8, "KL acts on rows of advantage 0 as well"
+    for term in ("kl_coef", "entropy_coef", "balance_coef"):
+        assert build(groups, **{term: 0.1}).trained == 8, f"{term} acts on rows of advantage 0 too"
     assert build([group([1, 1])]).minibatches == ()
 
 

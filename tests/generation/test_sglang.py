@@ -1,8 +1,10 @@
 """What the client does with answers that other servers could give (a scripted HTTP server)."""
 
 import asyncio
+import base64
 import json
 
+import numpy as np
 import pytest
 from aiohttp import web
 
@@ -184,6 +186,46 @@ def test_the_body_says_everything():
     assert (sampling["top_p"], sampling["top_k"], sampling["min_p"]) == (1.0, -1, 0.0)
     assert sampling["sampling_seed"] == 1
     assert sampling["ignore_eos"] is False
+
+
+def routing_text(tokens, layers=2, each=3):
+    numbers = np.arange(tokens * layers * each, dtype="<i4")
+    return base64.b64encode(numbers.tobytes()).decode()
+
+
+def test_router_replay_asks_for_the_routing_of_every_token_fed():
+    """Two prompt tokens and three sampled ones: four were fed."""
+
+    async def handler(request):
+        request.app[SEEN].append(await request.json())
+        return web.json_response(answer(routed_experts=routing_text(4)))
+
+    done, (body,) = serve(handler, generate, routing=(2, 3))
+    assert body["return_routed_experts"] is True
+    np.testing.assert_array_equal(done.routed_experts, np.arange(24).reshape(4, 2, 3))
+    assert done.routed_experts.dtype == np.int16
+    plain, (body,) = serve(handler, generate)
+    assert "return_routed_experts" not in body and plain.routed_experts is None
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("absent", "no routed_experts; start the server with --enable-return-routed-experts"),
+        (routing_text(3), "72 bytes; 4 tokens, 2 layers and 3 experts a token make 96"),
+        (routing_text(5), "120 bytes"),
+        ("no base64!", "no base64"),
+    ],
+)
+def test_routing_that_is_absent_or_of_other_tokens_is_refused(value, text):
+    """Replay that was asked for and silently does nothing would look like replay (faults C15)."""
+
+    async def handler(_):
+        return web.json_response(answer(routed_experts=value))
+
+    with pytest.raises(GenerationError, match=text) as caught:
+        serve(handler, generate, routing=(2, 3))
+    assert caught.value.cause == "engine_contract"
 
 
 def test_http_errors_become_generation_errors():

@@ -18,7 +18,7 @@ from tests.models import tiny
 
 
 def one_device(cfg):
-    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1, 1, 1), sharding.AXES)
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape((1,) * 5), sharding.AXES)
     return sharding.param_shardings(cfg, mesh)
 
 
