@@ -1,16 +1,10 @@
 """One routed layer of Qwen3-30B-A3B, compiled for a TPU that is not here."""
 
-import importlib.util
 import json
 import subprocess
 import sys
 
-import pytest
 
-
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed"
-)
 def test_a_routed_layer_costs_what_its_active_experts_cost(repo_root, child_env):
     """Forward and backward: dense weight gradients alone would be 43 times as much."""
     done = subprocess.run(

@@ -1,7 +1,6 @@
 """What the step keeps and what it compiles: one program, donated state, offloaded moments."""
 
 import functools
-import importlib.util
 import json
 import subprocess
 import sys
@@ -108,9 +107,6 @@ def test_offload_without_a_mesh_or_on_a_cpu_is_named(model_cfg, learner_cfg, obj
     assert len(jax.live_arrays()) <= live
 
 
-@pytest.mark.skipif(
-    importlib.util.find_spec("libtpu") is None, reason="the TPU compiler (libtpu) is not installed"
-)
 def test_offload_takes_8_bytes_a_parameter_off_a_v5e_chip(repo_root, child_env):
     done = subprocess.run(
         [sys.executable, str(repo_root / "benchmarks" / "offload.py"), "--layers=2"],

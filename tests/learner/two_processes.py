@@ -63,7 +63,8 @@ def own_rows_only(batch, mesh):
 
 class Trainer:
     def __init__(self, given):
-        self.configs = ModelConfig(**given["model"]), LearnerConfig(**given["learner"])
+        learner = {k: tuple(v) if isinstance(v, list) else v for k, v in given["learner"].items()}
+        self.configs = ModelConfig(**given["model"]), LearnerConfig(**learner)
         self.mesh = make_mesh(MeshConfig(**given["mesh"]))
         self.own, self.batch = own_rows_only(whole_batch(), self.mesh)
         self.step = feeding(make_train_step(*self.configs, None, self.mesh), self.mesh)
