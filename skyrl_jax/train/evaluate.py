@@ -166,8 +166,10 @@ def _read(path: Path) -> tuple[Evaluation, Any] | None:
     try:
         values = read_json(path)
         found, plan = Evaluation(**{k: v for k, v in values.items() if k != "plan"}), values["plan"]
-        return (found, plan) if math.isfinite(found.rate) else None
-    except (DataError, TypeError, KeyError, AttributeError):
+        sound = isinstance(found.failed, int) and found.failed >= 0 and found.scores
+        rates = [math.fsum(map(float, values)) / len(values) for values in found.scores.values()]
+        return (found, plan) if sound and all(0 <= rate <= 1 for rate in rates) else None
+    except (DataError, ArithmeticError, TypeError, ValueError, KeyError, AttributeError):
         return None
 
 

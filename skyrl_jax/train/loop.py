@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -198,8 +199,12 @@ def read_clock(workdir: Path) -> dict[str, Any]:
     """Return the time spent by all processes of the run so far, and where it went."""
     try:
         clock = read_json(workdir / "clock.json")
-        return {"wall_s": float(clock["wall_s"]), "seconds": dict(clock["seconds"])}
-    except (DataError, TypeError, KeyError, ValueError):
+        seconds = {str(name): float(spent) for name, spent in dict(clock["seconds"]).items()}
+        found = {"wall_s": float(clock["wall_s"]), "seconds": seconds}
+        if all(math.isfinite(x) and x >= 0 for x in (found["wall_s"], *seconds.values())):
+            return found
+        return {"wall_s": 0.0, "seconds": {}}
+    except (DataError, TypeError, KeyError, ValueError, OverflowError, RecursionError):
         return {"wall_s": 0.0, "seconds": {}}  # the first start, or a damaged file
 
 

@@ -61,7 +61,10 @@ class HostState:
                 "ledger": Ledger.from_json(values["ledger"]),
                 "curriculum": Curriculum.from_json(values["curriculum"]),
             }
-            return cls(**{**values, **parts})
+            found = cls(**{**values, **parts})
+            if not 0 <= found.wall_s < float("inf"):
+                raise ValueError(f"wall_s is {found.wall_s}")
+            return found
         except (TypeError, KeyError, ValueError) as error:
             raise CheckpointError(
                 f"the host state of a checkpoint is not ours ({type(error).__name__}: {error}): "

@@ -24,11 +24,8 @@ from skyrl_jax.core.config import RunConfig, diff_config, flatten_config, unknow
 from skyrl_jax.core.errors import ConfigError, DataError
 
 # Keys that say where or how long to run, never what is computed.
-# What a run makes in its folder before the folder belongs to a configuration.
-_BEFORE_CONFIG = {
-    *("lock", "cache", "checkpoints", "weights", "rollouts", "eval", "exchange", "tensorboard"),
-    *("tasks.json", "tokenizer.json", "metrics.jsonl", "clock.json", "server.log"),
-}
+# What may lie in a folder that belongs to no run yet.
+_FREE_FOLDER = {"lock", "exchange", ".DS_Store"}
 _FREE_KEYS = ("train.steps", "train.time_limit_s", "train.keep_checkpoints")
 
 
@@ -57,6 +54,11 @@ class Workdir:
         unknown = sorted(set(self._allow) - set(flatten_config(self._config)))
         if unknown:
             raise ConfigError(f"--allow_change: {unknown_key_message(unknown[0])}")
+        tasks = sorted(key for key in self._allow if key.startswith("tasks."))
+        if tasks:
+            raise ConfigError(
+                f"--allow_change={tasks[0]}: the tasks of a run are made once; name a new --workdir"
+            )
         try:
             self.root.mkdir(parents=True, exist_ok=True)
             self._refuse_foreign()
@@ -91,17 +93,30 @@ class Workdir:
             os.close(self._lock)
             self._lock = None
 
+    @property
+    def _started(self) -> Path:
+        """The configuration of a start that has not made its tasks yet (``pin``)."""
+        return self.root / "started.json"
+
     def _refuse_foreign(self) -> None:
         """Refuse a folder of somebody's files: a run writes into its folder and deletes there."""
-        if (self.root / "config.json").exists():
+        if (self.root / "config.json").exists() or self._started.exists():
             return
-        known = {*_BEFORE_CONFIG, *(f"{name}.partial" for name in _BEFORE_CONFIG)}
-        foreign = sorted({path.name for path in self.root.iterdir()} - known)
+        foreign = sorted({path.name for path in self.root.iterdir()} - _FREE_FOLDER)
         if foreign:
             raise ConfigError(
                 f"--workdir={self.root} holds {foreign[0]!r} and no config.json of a run; name a "
-                "new folder, or that of a run to continue"
+                "new folder, or that of a run to continue (bring its config.json back if it is "
+                "lost)"
             )
+
+    def _begin(self) -> None:
+        """Mark a folder that belongs to no configuration yet; forget another start's tasks."""
+        now = json.loads(json.dumps(flatten_config(self._config)))
+        if self._started.exists() and read_json(self._started) != now:
+            for name in ("tasks.json", "tokenizer.json"):
+                (self.root / name).unlink(missing_ok=True)
+        write_json(self._started, now)
 
     def _compare_config(self) -> None:
         path = self.root / "config.json"
@@ -120,6 +135,8 @@ class Workdir:
                     + f"\nuse another --workdir, or --allow_change={','.join(refused)}"
                 )
             self._changed = changed
+        else:
+            self._begin()
 
     def pin(self) -> None:
         """Let the folder belong to this configuration from now on: its tasks have been made.
@@ -129,6 +146,7 @@ class Workdir:
         path = self.root / "config.json"
         if not path.exists():
             write_json(path, flatten_config(self._config))
+        self._started.unlink(missing_ok=True)
 
     def commit(self) -> None:
         """Take the allowed changes over: call it when the run has begun with them and it works."""

@@ -105,6 +105,9 @@ def test_a_stored_evaluation_belongs_to_its_step_and_its_plan(tmp_path):
         "{}",
         '{"name": "sampled", "scores": [1], "failed": 0, "plan": {}}',
         '{"name": "sampled", "scores": {"h0": "ab"}, "failed": 0, "plan": {}}',
+        '{"name": "sampled", "scores": {"h0": []}, "failed": 0, "plan": {}}',
+        '{"name": "sampled", "scores": {"h0": [1]}, "failed": "x", "plan": {}}',
+        '{"name": "sampled", "scores": {"h0": [1e999]}, "failed": 0, "plan": {}}',
     ],
 )
 def test_a_damaged_evaluation_was_not_made(tmp_path, content):

@@ -7,6 +7,7 @@ import pytest
 from configs.swe import get_config
 from skyrl_jax.core.config import parse_config
 from skyrl_jax.core.errors import ConfigError, DataError
+from skyrl_jax.train.loop import read_clock
 from skyrl_jax.train.workdir import Workdir, read_json, write_json
 
 
@@ -73,8 +74,10 @@ def test_a_damaged_config_and_a_folder_that_cannot_be_are_named(tmp_path):
 
 def test_a_start_that_failed_leaves_the_folder_to_another_configuration(tmp_path):
     with Workdir(tmp_path / "run", _config()):
-        pass  # e.g. bubblewrap was missing
+        # e.g. the server did not start; the next one must not play the tasks of this
+        (tmp_path / "run" / "tasks.json").write_text("[]")
     with Workdir(tmp_path / "run", _config(lr=0.1)) as workdir:
+        assert not (tmp_path / "run" / "tasks.json").exists()
         workdir.pin()
     with pytest.raises(ConfigError, match="differs"), Workdir(tmp_path / "run", _config()):
         pass
@@ -91,3 +94,27 @@ def test_an_allowed_change_of_no_key_names_the_nearest(tmp_path):
     with pytest.raises(ConfigError, match=r"learner\.lr"):
         with Workdir(tmp_path, _config(), allow_change=["learner.lrr"]):
             pass
+
+
+def test_a_run_that_lost_its_config_is_refused(tmp_path):
+    with Workdir(tmp_path / "run", _config()) as workdir:
+        workdir.pin()
+    (tmp_path / "run" / "config.json").unlink()
+    with pytest.raises(ConfigError, match="bring its config"), Workdir(tmp_path / "run", _config()):
+        pass
+
+
+def test_the_tasks_of_a_run_cannot_be_changed(tmp_path):
+    with pytest.raises(ConfigError, match="made once"):
+        with Workdir(tmp_path, _config(), allow_change=["tasks.train"]):
+            pass
+
+
+@pytest.mark.parametrize(
+    "clock",
+    ['{"wall_s": 1e999, "seconds": {}}', '{"wall_s": -1, "seconds": {}}', "[]", '{"wall_s": 1}',
+     '{"wall_s": 1, "seconds": {"open": "x"}}', '{"wall_s": 1' + "0" * 400 + ', "seconds": {}}'],
+)  # fmt: skip
+def test_a_damaged_clock_starts_from_nothing(tmp_path, clock):
+    (tmp_path / "clock.json").write_text(clock)
+    assert read_clock(tmp_path) == {"wall_s": 0.0, "seconds": {}}
