@@ -5,7 +5,6 @@ In a process of its own, for libtpu hangs at exit and must not look for chips.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -14,7 +13,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from skyrl_jax.plan.child import libtpu_env, require_libtpu
+from skyrl_jax.plan.chips import parse_topology
+
 CHILD = "--child"
 
 
@@ -22,21 +25,13 @@ def run_child(script: str, argv: Sequence[str], timeout_s: float = 600.0) -> dic
     """Run ``script --child argv`` and return the JSON object of its last line.
 
     Raises:
-        RuntimeError: libtpu is not installed, or the child failed; says how.
+        ConfigError: libtpu is not installed.
+        RuntimeError: the child failed; says how.
     """
-    if importlib.util.find_spec("libtpu") is None:
-        raise RuntimeError("needs the TPU compiler: pip install libtpu==0.0.42.1 (jax 0.10.2)")
-    env = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH")))),
-        "JAX_PLATFORMS": "cpu",
-        "JAX_ENABLE_COMPILATION_CACHE": "false",
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }
+    require_libtpu()
     done = subprocess.run(
         [sys.executable, script, CHILD, *argv],
-        env=env,
+        env=libtpu_env(),
         capture_output=True,
         text=True,
         timeout=timeout_s,
@@ -51,14 +46,12 @@ def run_child(script: str, argv: Sequence[str], timeout_s: float = 600.0) -> dic
 
 def open_mesh(topology: str, **sizes: int) -> Any:
     """Return a mesh over (some of) the devices of a topology, in the child alone."""
-    from jax.experimental import topologies
-
     from skyrl_jax.core.config import MeshConfig
-    from skyrl_jax.models.sharding import make_mesh
+    from skyrl_jax.plan import topology as plan
 
-    devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
+    chips = parse_topology(topology)
     axes = {"data": 1, "fsdp": 1, "tensor": 1, "context": 1, "expert": 1} | sizes
-    return make_mesh(MeshConfig(**axes), devices)
+    return plan.open_mesh(MeshConfig(**axes), plan.open_devices(chips), chips)
 
 
 def leave(result: dict[str, Any]) -> None:

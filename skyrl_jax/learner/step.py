@@ -25,7 +25,7 @@ from skyrl_jax.learner.objective import supervised_loss as supervised_loss
 from skyrl_jax.learner.optimizer import learning_rate, make_optimizer
 from skyrl_jax.learner.state import Params, TrainState, check_offload, state_shardings
 from skyrl_jax.models import decoder
-from skyrl_jax.models.attention import check_mesh
+from skyrl_jax.models.attention import check_rows_and_heads
 from skyrl_jax.models.sharding import row_sharding, spec
 from skyrl_jax.rl import diagnostics
 from skyrl_jax.rl.diagnostics import Tally
@@ -69,7 +69,7 @@ def make_score_fn(
     decoder.check_config(model_cfg)
     if mesh is not None:
         heads = (model_cfg.num_heads, model_cfg.num_kv_heads)
-        check_mesh(*heads, learner_cfg.row_length, mesh)
+        check_rows_and_heads(*heads, learner_cfg.row_length, mesh)
 
     def score(params: Params, batch: Batch) -> TokenStats:
         tokens = jnp.asarray(batch.tokens)

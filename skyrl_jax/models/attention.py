@@ -31,7 +31,6 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
-from skyrl_jax.core.errors import ConfigError
 from skyrl_jax.models.blockwise import Tokens, blockwise_attention
 from skyrl_jax.models.layout import (
     CONTEXT,
@@ -41,6 +40,7 @@ from skyrl_jax.models.layout import (
     zigzag_order,
     zigzag_rows,
 )
+from skyrl_jax.models.sharding import check_heads
 
 SHORT_ROW = 1024  # up to here [T, T] scores cost less than a loop over blocks
 LANES = 128  # a TPU register row: blocks of the splash kernel are multiples of it
@@ -81,7 +81,7 @@ def attention(
     if form is None:
         form = choose_form(platform, t, q.dtype, mesh is not None, context, one_segment)
     if mesh is not None:
-        check_mesh(num_heads, k.shape[2], t, mesh)
+        check_rows_and_heads(num_heads, k.shape[2], t, mesh)
     check_row_length(t, context, LANES if form == "splash" else 1)
     interpret = platform != "tpu"
     if mesh is not None and mesh.size > 1:
@@ -113,7 +113,7 @@ def choose_form(
     return "packed" if short else "blockwise"
 
 
-def check_mesh(
+def check_rows_and_heads(
     num_heads: int, num_kv_heads: int, row_length: int, mesh: Mesh | AbstractMesh
 ) -> None:
     """Refuse a mesh that would cut through a head, or rows that it cannot spread.
@@ -121,14 +121,7 @@ def check_mesh(
     Raises:
         ConfigError: names the key, the sizes and what would be right.
     """
-    tensor = mesh.shape["tensor"]
-    if num_heads % tensor or num_kv_heads % tensor:
-        fits = [n for n in range(1, num_kv_heads + 1) if not (num_heads % n or num_kv_heads % n)]
-        raise ConfigError(
-            f"config key 'mesh.tensor' is {tensor}, which does not divide 'model.num_heads' "
-            f"({num_heads}) and 'model.num_kv_heads' ({num_kv_heads}); "
-            f"choose one of {', '.join(map(str, fits))}"
-        )
+    check_heads(num_heads, num_kv_heads, mesh)
     on_tpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu"
     check_row_length(row_length, mesh.shape[CONTEXT], LANES if on_tpu else 1)
 

@@ -21,6 +21,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
 from skyrl_jax.models.layout import Layout
+from skyrl_jax.models.sharding import spec
 
 
 def embed_rows(
@@ -69,8 +70,6 @@ def embed_rows(
 
 def _vocab_axes(layout: Layout, shape: tuple[int, ...]) -> tuple[str, ...]:
     """Return the mesh axes over which a table [V, D] is spread, if they divide D too."""
-    from skyrl_jax.models.sharding import spec  # it imports the decoder, which imports this
-
     if layout.mesh is None:
         return ()
     axes = spec(layout.mesh, ("vocab", "embed"), shape)[0] or ()

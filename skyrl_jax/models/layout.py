@@ -29,6 +29,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from skyrl_jax.core.errors import ConfigError
+from skyrl_jax.models.sharding import spec
 
 CONTEXT = "context"
 
@@ -104,8 +105,6 @@ def make_layout(mesh: Mesh | None, shape: tuple[int, int]) -> Layout:
     Raises:
         ConfigError: T cannot be cut into chunks for the context axis.
     """
-    from skyrl_jax.models.sharding import spec  # it imports the decoder, which imports this
-
     if mesh is None or mesh.size == 1:
         return Layout(shape=shape)
     context = mesh.shape[CONTEXT]

@@ -106,14 +106,8 @@ def check_mesh(cfg: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
     Raises:
         ConfigError: names the axis, the tensor that it does not divide, and what would.
     """
-    tensor, expert = mesh.shape["tensor"], mesh.shape["expert"]
-    for key, leaf in (("num_heads", "layers.q"), ("num_kv_heads", "layers.k")):
-        if getattr(cfg, key) % tensor:
-            most = math.gcd(cfg.num_heads, cfg.num_kv_heads)
-            raise ConfigError(
-                f"mesh.tensor = {tensor} does not divide model.{key} = {getattr(cfg, key)} (leaf "
-                f"{leaf}): a device holds whole heads; make mesh.tensor a divisor of {most}"
-            )
+    check_heads(cfg.num_heads, cfg.num_kv_heads, mesh)
+    expert = mesh.shape["expert"]
     if expert > 1 and not cfg.num_experts:
         raise ConfigError(
             f"mesh.expert = {expert}, but family {cfg.family!r} has no experts: use 1, and "
@@ -124,6 +118,25 @@ def check_mesh(cfg: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
             f"mesh.expert = {expert} does not divide model.num_experts = {cfg.num_experts} (leaf "
             f"layers.expert_gate): make it a divisor of {cfg.num_experts}"
         )
+
+
+def check_heads(num_heads: int, num_kv_heads: int, mesh: Mesh | AbstractMesh) -> None:
+    """Refuse a mesh that would cut a head in two.
+
+    Raises:
+        ConfigError: names the axis, the tensor that it does not divide, and what would.
+    """
+    tensor = mesh.shape["tensor"]
+    for key, size, leaf in (
+        ("num_heads", num_heads, "layers.q"),
+        ("num_kv_heads", num_kv_heads, "layers.k"),
+    ):
+        if size % tensor:
+            raise ConfigError(
+                f"mesh.tensor = {tensor} does not divide model.{key} = {size} (leaf {leaf}): a "
+                "device holds whole heads; make mesh.tensor a divisor of "
+                f"{math.gcd(num_heads, num_kv_heads)}"
+            )
 
 
 def mesh_axes(

@@ -71,15 +71,15 @@ def require_libtpu(find: Callable[[str], Any] = importlib.util.find_spec) -> Non
         )
 
 
-def child_env(topology: Topology) -> dict[str, str]:
-    """Return the environment of a child that compiles for a topology.
+def libtpu_env() -> dict[str, str]:
+    """Return the environment of a process that compiles for TPUs that are not here.
 
     jax itself runs on the CPU; a TPU's compiler is asked by name, and must neither look for chips
     here nor mind another process that uses it. Programs of a machine that is not here are not
     worth caching.
     """
     path = os.pathsep.join(filter(None, (str(_ROOT), os.environ.get("PYTHONPATH", ""))))
-    env = dict(os.environ) | {
+    return dict(os.environ) | {
         "PYTHONPATH": path,
         "JAX_PLATFORMS": "cpu",
         "JAX_ENABLE_COMPILATION_CACHE": "false",
@@ -87,6 +87,11 @@ def child_env(topology: Topology) -> dict[str, str]:
         "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     }
+
+
+def child_env(topology: Topology) -> dict[str, str]:
+    """Return the environment of a child that compiles for a topology."""
+    env = libtpu_env()
     if not topology.is_tpu:
         # The estimate needs no fast code.
         env["XLA_FLAGS"] = (

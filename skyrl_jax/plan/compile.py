@@ -20,7 +20,7 @@ import jax.numpy as jnp
 
 from skyrl_jax.core.errors import ConfigError
 from skyrl_jax.core.types import Batch
-from skyrl_jax.learner.state import TrainState, abstract_state, state_shardings
+from skyrl_jax.learner.state import HOST_MEMORY, TrainState, abstract_state, placed, state_shardings
 from skyrl_jax.learner.step import make_train_step
 from skyrl_jax.models.sharding import row_sharding
 from skyrl_jax.plan.child import MARK
@@ -102,7 +102,7 @@ def abstract_arguments(job: PlanJob, mesh: jax.sharding.Mesh) -> tuple[TrainStat
     of the params before the first update; a KL term needs those of the reference).
     """
     shardings = state_shardings(job.model, job.learner, mesh)
-    state = jax.tree.map(_placed, abstract_state(job.model, job.learner), shardings)
+    state: TrainState = placed(abstract_state(job.model, job.learner), shardings)
     shape = (job.learner.micro_rows, job.learner.row_length)
     where = row_sharding(mesh, shape)
 
@@ -123,16 +123,12 @@ def abstract_arguments(job: PlanJob, mesh: jax.sharding.Mesh) -> tuple[TrainStat
     return state, batch
 
 
-def _placed(leaf: Any, sharding: Any) -> Any:
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
 def _bytes(tree: Any) -> int:
     """Return the bytes of one device's part of placed shapes, without what lies on its host."""
     return sum(
         math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf in jax.tree.leaves(tree)
-        if leaf.sharding.memory_kind != "pinned_host"
+        if leaf.sharding.memory_kind != HOST_MEMORY
     )
 
 

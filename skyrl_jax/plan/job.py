@@ -132,7 +132,7 @@ def reference_bytes(learner: LearnerConfig, objective: ObjectiveConfig, params: 
     """
     if not objective.kl_coef:
         return 0
-    half = getattr(learner, "reference_dtype", "float32") == "bfloat16"
+    half = learner.reference_dtype == "bfloat16"
     return int(params) // (2 if half else 1)
 
 
@@ -188,9 +188,10 @@ def check_job(job: PlanJob) -> dict[str, int]:
             tokens: then the job would run (XLA copies what does not divide), but each device
             would do the work of all.
     """
-    rank = getattr(job.learner, "lora_rank", 0)
-    if rank:
-        raise ConfigError(f"learner.lora_rank = {rank}: a plan is of training in full; use 0")
+    if job.learner.lora_rank:
+        raise ConfigError(
+            f"learner.lora_rank = {job.learner.lora_rank}: a plan is of training in full; use 0"
+        )
     mesh = resolve_mesh(job.mesh, job.topology.num_devices)
     rows, tokens = job.learner.micro_rows, job.learner.row_length
     spread = math.prod(n for axis, n in mesh.items() if axis not in ("tensor", "context"))

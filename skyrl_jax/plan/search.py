@@ -119,7 +119,7 @@ def floor_bytes(job: PlanJob, num_params: int) -> int:
     model, learner = job.model, job.learner
     share = math.prod(n for axis, n in mesh.items() if axis not in ("data", "context"))
     moments = 6 if learner.moment_dtype == "bfloat16" else 8
-    if getattr(learner, "offload_optimizer", False):
+    if learner.offload_optimizer:
         moments = 0  # they lie on the host
     state = num_params * (4 + 4 + moments) / share
     reference = reference_bytes(learner, job.objective, num_params * 4 / share)

@@ -31,7 +31,7 @@ from skyrl_jax.train.summary import summarize
 from skyrl_jax.train.together import Lead, LeadPolicy, LeadPublisher, ticking
 from skyrl_jax.train.tracker import Fanout, JsonlTracker, TensorBoardTracker, read_metrics
 from skyrl_jax.train.trainable import check_trainable
-from skyrl_jax.train.warmstart import warm_start
+from skyrl_jax.train.warmstart import read_opening_shapes, warm_start
 from skyrl_jax.train.workdir import read_json, write_json
 from skyrl_jax.train.world import World, hf_extra, hf_files, open_world
 
@@ -102,17 +102,17 @@ async def run(
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
     async with open_run(config, workdir, cache, profile, lead, made) as live:
         opened()
+        shapes = read_opening_shapes(workdir, config.sft)
         before = await measure_start(live)
         await train(live)
         after = await measure(live)
         export_adapters(live)
-        shapes = read_json(workdir / "eval" / "opening_shapes.json") or []
-        made = {name: before[name] for name in after if name in before}
+        twice = {name: before[name] for name in after if name in before}
         summary = summarize(
             config,
             live.host,
             live.world.suite,
-            made,
+            twice,
             after,
             wall_s=live.wall_s,
             sampled=stored_sampled(workdir),
@@ -145,6 +145,8 @@ async def open_run(
         await stack.enter_async_context(ticking(lead))
         policy = stack.enter_context(make_policy(config, workdir, lead))
         restored = policy.restore()
+        if restored is None:
+            refuse_lost_checkpoints(workdir)
         if restored is None and config.model.checkpoint:
             check_pretrained(config.model)
         host = HostState() if restored is None else HostState.from_json(restored.host)
@@ -193,6 +195,20 @@ async def open_run(
             if lead is not None and lead.stop and lead.unsaved:
                 save(live)
             raise
+
+
+def refuse_lost_checkpoints(workdir: Path) -> None:
+    """Refuse to begin anew over the steps of a run whose checkpoints are gone.
+
+    Raises:
+        DataError: names the folder; nothing in it has been touched.
+    """
+    steps = read_metrics(workdir / "metrics.jsonl")
+    if steps:
+        raise DataError(
+            f"{workdir} has {len(steps)} steps in metrics.jsonl but nothing in checkpoints/: bring "
+            "them back, or name a new --workdir"
+        )
 
 
 def read_clock(workdir: Path) -> dict[str, Any]:

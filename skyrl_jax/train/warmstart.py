@@ -13,16 +13,19 @@ import asyncio
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from skyrl_jax.actor.collect import collect, healthy
 from skyrl_jax.agents.seeds import derive_seed
 from skyrl_jax.batching.minibatch import assemble_sft
+from skyrl_jax.core.config import SftConfig
+from skyrl_jax.core.errors import DataError
 from skyrl_jax.core.types import Batch, Episode, Task
 from skyrl_jax.tasks.swe.demos import opening_tasks
 from skyrl_jax.tasks.swe.shape import body_shape
 from skyrl_jax.train import demonstrations
 from skyrl_jax.train.policy import Policy
-from skyrl_jax.train.workdir import write_json
+from skyrl_jax.train.workdir import read_json, write_json
 from skyrl_jax.train.world import Say, World
 
 
@@ -83,13 +86,32 @@ async def make_demos(world: World) -> Demos:
         opening_tasks, cfg.sft.openings, cfg.tasks.seed, avoid, cfg.tasks.templates
     )
     shapes = {body_shape(str(task.payload["function"])) for task in tasks}
-    write_json(world.workdir / "eval" / "opening_shapes.json", sorted(shapes))
+    write_json(_shapes_path(world.workdir), sorted(shapes))
     return Demos(
         head=head,
         played=tuple(await demonstrations.play(world, [every[at] for at in seen])),
         openings=tuple(demonstrations.opening(world.renderer, task) for task in tasks),
         rewrites=tuple(demonstrations.rewrite(world.renderer, task) for task in tasks),
     )
+
+
+def read_opening_shapes(workdir: Path, sft: SftConfig) -> list[str]:
+    """Return the shapes of the functions that the warm start read (none without one).
+
+    Raises:
+        DataError: the file is gone or damaged; without it "in no training text" cannot be told.
+    """
+    if not sft.max_steps:
+        return []
+    path = _shapes_path(workdir)
+    shapes = read_json(path)
+    if not isinstance(shapes, list) or not all(isinstance(shape, str) for shape in shapes):
+        raise DataError(f"{path} is gone or damaged; bring it back, or name a new --workdir")
+    return shapes
+
+
+def _shapes_path(workdir: Path) -> Path:
+    return workdir / "eval" / "opening_shapes.json"
 
 
 def choose_played(teachable: Sequence[bool], played: int, probed: int) -> tuple[list[int], int]:

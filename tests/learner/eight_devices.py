@@ -3,6 +3,7 @@
 Command: ``python -m tests.learner.eight_devices FOLDER`` (checkpoints go to FOLDER).
 """
 
+import dataclasses
 import json
 import sys
 from pathlib import Path
@@ -12,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from skyrl_jax.core.config import LearnerConfig, MeshConfig, ModelConfig, ObjectiveConfig
+from skyrl_jax.core.config import MeshConfig
 from skyrl_jax.core.errors import CheckpointError
 from skyrl_jax.core.types import Batch
 from skyrl_jax.learner import lora as lora_lib
@@ -29,66 +30,32 @@ from skyrl_jax.models import moe
 from skyrl_jax.models.decoder import abstract_params, init_params
 from skyrl_jax.models.sharding import make_mesh, param_shardings, row_sharding
 from skyrl_jax.rl.diagnostics import finish
+from tests.learner import configs
 
 ROWS, TOKENS, VOCAB = 16, 16, 48
-DENSE = ModelConfig(
-    family="qwen3",
+DENSE = dataclasses.replace(
+    configs.MODEL,
     vocab_size=VOCAB,
     hidden_size=32,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
     head_dim=8,
     intermediate_size=48,
-    rope_theta=1e4,
-    rms_norm_eps=1e-6,
     tie_embeddings=False,
-    max_position=64,
-    checkpoint="",
 )
-ROUTED = ModelConfig(
-    **{name: getattr(DENSE, name) for name in DENSE.__slots__}
-    | dict(family="qwen3_moe", num_experts=8, experts_per_token=2, moe_intermediate_size=16)
-    | dict(norm_topk_prob=True)
+ROUTED = dataclasses.replace(
+    DENSE,
+    family="qwen3_moe",
+    num_experts=8,
+    experts_per_token=2,
+    moe_intermediate_size=16,
+    norm_topk_prob=True,
 )
-LEARNER = LearnerConfig(
-    lr=1e-2,
-    schedule="constant",
-    warmup_steps=0,
-    decay_steps=0,
-    min_lr_fraction=0.1,
-    weight_decay=0.0,
-    beta1=0.9,
-    beta2=0.95,
-    moment_dtype="float32",
-    max_grad_norm=0.0,
-    compute_dtype="float32",
-    row_length=TOKENS,
-    micro_rows=8,
-    updates_per_batch=1,
-    epochs_per_batch=1,
-    logprob_chunk=16,
-    remat="full",
+LEARNER = dataclasses.replace(
+    configs.LEARNER, weight_decay=0.0, row_length=TOKENS, micro_rows=8, remat="full"
 )
 
 
 def objective(**changes):
-    values = dict(
-        advantage="grpo",
-        normalize_std=True,
-        clip_low=0.2,
-        clip_high=0.28,
-        dual_clip=0.0,
-        kl_coef=0.0,
-        kl_kind="k3",
-        entropy_coef=0.01,
-        reduction="token_mean",
-        reduction_norm=1.0,
-        permute_rewards=False,
-        masked_reasons=(),
-        zeroed_reasons=(),
-    )
-    return ObjectiveConfig(**(values | changes))
+    return dataclasses.replace(configs.OBJECTIVE, **{"entropy_coef": 0.01} | changes)
 
 
 # Every axis above 1 in some; the dense model has no experts to spread.

@@ -11,6 +11,7 @@ import sys
 
 import pytest
 
+from skyrl_jax.plan.child import libtpu_env
 from tests.models import hlo
 
 SCRIPT = r"""
@@ -21,7 +22,7 @@ from jax.sharding import AxisType, Mesh
 from skyrl_jax.core.config import LearnerConfig, ModelConfig, ObjectiveConfig
 from skyrl_jax.core.errors import ConfigError
 from skyrl_jax.core.types import Batch
-from skyrl_jax.learner.state import abstract_state, state_shardings
+from skyrl_jax.learner.state import abstract_state, placed, state_shardings
 from skyrl_jax.learner.step import make_train_step
 from skyrl_jax.models.sharding import AXES, row_sharding
 
@@ -47,9 +48,7 @@ with open(os.path.join(job["folder"], "refused.json"), "w") as f:
 
 for number, sizes in enumerate(job["meshes"]):
     mesh = mesh_of(sizes)
-    place = lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where)
-    shardings = state_shardings(model, learner, mesh)
-    state = jax.tree.map(place, abstract_state(model, learner), shardings)
+    state = placed(abstract_state(model, learner), state_shardings(model, learner, mesh))
     rows = (2 * learner.micro_rows, learner.row_length)
     array = lambda dtype: jax.ShapeDtypeStruct(rows, dtype, sharding=row_sharding(mesh, rows))
     ints, floats = ("tokens", "segment_ids", "positions"), (
@@ -66,7 +65,7 @@ os._exit(0)  # libtpu hangs at exit
 MESHES = ({"fsdp": 4, "tensor": 2}, {"fsdp": 4, "context": 2})
 # Row lengths and meshes that a job on TPUs cannot have, and what it is told.
 REFUSED = (
-    (512, {"fsdp": 2, "tensor": 4}, "'mesh.tensor' is 4, which does not divide"),
+    (512, {"fsdp": 2, "tensor": 4}, "mesh.tensor = 4 does not divide model.num_kv_heads"),
     (
         640,
         {"fsdp": 4, "context": 2},
@@ -99,19 +98,14 @@ def tpu_cfgs(model_cfg, learner_cfg, objective, replace):
     return model, learner, objective
 
 
-def test_the_train_step_of_a_tpu(tpu_cfgs, child_env, tmp_path):
+def test_the_train_step_of_a_tpu(tpu_cfgs, tmp_path):
     model = tpu_cfgs[0]
     names = ("model", "learner", "objective")
     job = {n: dataclasses.asdict(c) for n, c in zip(names, tpu_cfgs, strict=True)}
     job |= {"meshes": MESHES, "folder": str(tmp_path), "refused": [x[:2] for x in REFUSED]}
-    env = child_env | {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",  # else a lock file refuses the second process
-    }
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT, json.dumps(job)],
-        env=env,
+        env=libtpu_env(),
         capture_output=True,
         text=True,
         timeout=280,

@@ -217,17 +217,17 @@ def abstract_mesh(**sizes):
 def test_meshes_that_do_not_fit_are_refused():
     with pytest.raises(
         ConfigError,
-        match=r"mesh\.tensor' is 4.*num_heads' \(4\).*num_kv_heads' \(2\); choose one of 1, 2$",
+        match=r"mesh\.tensor = 4.*num_kv_heads = 2.*divisor of 2$",
     ):
-        lib.check_mesh(4, 2, 64, abstract_mesh(tensor=4))
+        lib.check_rows_and_heads(4, 2, 64, abstract_mesh(tensor=4))
     with pytest.raises(ConfigError, match=r"learner\.row_length.*30 tokens.*multiple of 4 .*2 x"):
-        lib.check_mesh(4, 2, 30, abstract_mesh(context=2))
+        lib.check_rows_and_heads(4, 2, 30, abstract_mesh(context=2))
     with pytest.raises(ConfigError, match=r"learner\.row_length.*200 tokens.*multiple of 128"):
         lib.attention(*case([[200]], 200), form="splash")
     with pytest.raises(ConfigError, match=r"multiple of 512"):
         layout.check_row_length(1280, 2, lib.LANES)
     for sizes in ({"tensor": 2}, {"context": 2}, {"data": 3, "tensor": 1}):
-        lib.check_mesh(4, 2, 64, abstract_mesh(**sizes))
+        lib.check_rows_and_heads(4, 2, 64, abstract_mesh(**sizes))
 
 
 @pytest.mark.parametrize("t, context", [(8, 2), (24, 3), (32, 4)])

@@ -7,7 +7,8 @@ import pytest
 from configs.swe import get_config
 from skyrl_jax.core.config import parse_config
 from skyrl_jax.core.errors import ConfigError, DataError
-from skyrl_jax.train.loop import read_clock
+from skyrl_jax.train.loop import read_clock, refuse_lost_checkpoints
+from skyrl_jax.train.warmstart import read_opening_shapes
 from skyrl_jax.train.workdir import Workdir, read_json, write_json
 
 
@@ -118,3 +119,24 @@ def test_the_tasks_of_a_run_cannot_be_changed(tmp_path):
 def test_a_damaged_clock_starts_from_nothing(tmp_path, clock):
     (tmp_path / "clock.json").write_text(clock)
     assert read_clock(tmp_path) == {"wall_s": 0.0, "seconds": {}}
+
+
+def test_a_run_that_lost_its_checkpoints_is_not_begun_anew(tmp_path):
+    refuse_lost_checkpoints(tmp_path)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n')
+    with pytest.raises(DataError, match=r"2 steps in metrics\.jsonl"):
+        refuse_lost_checkpoints(tmp_path)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 2
+
+
+@pytest.mark.parametrize("content", [None, "[[1]]", "7", '{"a'])
+def test_the_shapes_of_the_warm_start_are_there_or_named(tmp_path, content):
+    sft = _config().sft
+    if content is not None:
+        write_json(tmp_path / "eval" / "opening_shapes.json", [])
+        (tmp_path / "eval" / "opening_shapes.json").write_text(content)
+    with pytest.raises(DataError, match="opening_shapes"):
+        read_opening_shapes(tmp_path, sft)
+    assert read_opening_shapes(tmp_path, dataclasses.replace(sft, max_steps=0)) == []
+    write_json(tmp_path / "eval" / "opening_shapes.json", ["a"])
+    assert read_opening_shapes(tmp_path, sft) == ["a"]
