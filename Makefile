@@ -55,8 +55,8 @@ verify-%: setup-test
 lane-bench: setup
 	@status=0; \
 	bench() { $(PY) benchmarks/learner.py --shape=small "$$@" || status=1; }; \
-	bench --peer=torch --hugepages --at_least=1.0; \
-	bench --peer=tunix --hugepages --at_least=1.6; \
+	bench --peer=torch --rounds=9 --hugepages --at_least=1.0; \
+	bench --peer=tunix --rounds=9 --hugepages --at_least=1.6; \
 	bench --peer=torch --dtype=bfloat16; \
 	bench --peer=tunix --dtype=bfloat16; \
 	exit $$status

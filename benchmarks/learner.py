@@ -17,8 +17,9 @@ load              processes that wanted a core when the rounds began (1-minute m
 peer_...          the same of the peer; "ratio" = tokens_per_s / peer_tokens_per_s
 
 An update is forward, backward, clip by global norm and AdamW of a GRPO step: clipped loss against
-given log-probs, one advantage a row, on every side the same rows x tokens and fp32 masters; no
-recomputation of layers, unless --remat says so for ours. Ours is the job's own step (scanned
+given log-probs, one advantage a row, on every side the same rows x tokens and fp32 masters. Each
+side keeps its own way: the peers take all rows at once and recompute nothing, ours cuts the batch
+and recomputes as "micro_rows" and "remat" of the result say. Ours is the job's own step (scanned
 layers, packed rows, log-probs in chunks, entropies and diagnostics included). The peer runs in its
 own virtual environment, made where absent from benchmarks/peers/PEER.txt under
 .cache/lanes/bench-PEER. Both sides use the C library's default malloc; with --hugepages a second
@@ -91,7 +92,7 @@ SHAPES: dict[str, Shape] = {
     ),
     "small": Shape(
         layers=4, dim=256, heads=4, kv_heads=2, head_dim=64, ffn=768, vocab=4096, rows=8,
-        prompt=64, completion=192, micro_rows=2, logprob_chunk=2048, steps=6,
+        prompt=64, completion=192, micro_rows=4, logprob_chunk=2048, remat="dots", steps=6,
     ),
     "medium": Shape(
         layers=8, dim=512, heads=8, kv_heads=4, head_dim=64, ffn=1536, vocab=16384, rows=4,

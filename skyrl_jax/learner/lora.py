@@ -184,7 +184,7 @@ def make_lora_step(
         def total_loss(lora: Params, micro: Batch) -> tuple[Array, Tally]:
             return loss_fn(score(adapt(base, lora, alpha), micro), micro)
 
-        return apply_update(learner_cfg, total_loss, state, batch, mesh)
+        return apply_update(learner_cfg, total_loss, state, batch, mesh, in_place=False)
 
     out = None
     if mesh is not None:

@@ -246,9 +246,16 @@ def hidden_and_stats_fn(
         rows = (layout.rows(x) for x in (q, k, v))
         return layout.flat(attention(*rows, positions, segment_ids, mesh=mesh))
 
+    # XLA casts the stacked fp32 masters once before the loops, since a slice of a cast is a cast of
+    # a slice: 2 bytes a parameter, alive through the whole step. A factor that it cannot know to be
+    # 1 keeps the cast in the layer.
+    one = (segment_ids[0, 0] >= 0).astype(jnp.float32)
+
     def body(x: Array, scanned: tuple[Params, Array | None]) -> tuple[Array, MoeStats | None]:
         p, replayed = scanned
         x = layout.pin(x)
+        if dtype != jnp.float32:
+            p = jax.tree.map(lambda w: w * one, p)
         return layer_and_stats(cfg, p, x, where, attend, valid=valid, experts=replayed, mesh=mesh)
 
     if remat != "none":

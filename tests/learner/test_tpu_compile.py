@@ -6,6 +6,7 @@ numbers are worth is tested on CPU devices (tests/models/test_attention.py); thi
 
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 
@@ -119,7 +120,11 @@ def test_the_train_step_of_a_tpu(tpu_cfgs, tmp_path):
     head_part = model.hidden_size * model.vocab_size // 8
     k_or_v = model.hidden_size * model.num_kv_heads * model.head_dim // 2  # with tensor = 2
     for number, sizes in enumerate(MESHES):
-        program = hlo.parse((tmp_path / f"{number}.hlo").read_text())
+        text = (tmp_path / f"{number}.hlo").read_text()
+        program = hlo.parse(text)
+        # Outside the loops no layers' weights in bf16: the masters are cast layer by layer.
+        stacked = rf"bf16\[{model.num_layers},\d+,\d+\]"
+        assert re.search(stacked, text) and not re.search(stacked, text.split("\nENTRY ")[1]), sizes
         # Forward, dq and dkv; "attn_out" is kept: the backward pass runs no second forward.
         assert program.mosaic_calls == 3, sizes
         moved = program.collectives()

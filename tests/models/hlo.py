@@ -44,21 +44,30 @@ class Program(NamedTuple):
         """
         found = []
         for line in self.lines[self.entry]:
-            if " while(" not in line:
-                continue
-            body = self.lines[re.search(r"body=%?([\w.-]+)", line).group(1)]
-            defined = {}
-            for x in body:
-                name, _, rest = x.strip().removeprefix("ROOT ").partition(" = ")
-                defined[name.lstrip("%")] = rest
-            root = next(x for x in body if x.strip().startswith("ROOT"))
-            operands = re.findall(r"%([\w.-]+)", root.split(" tuple(", 1)[1])
-            for name in operands:
-                source = defined[name]
-                while copied := re.search(r" copy(?:-start|-done)?\(.*?%([\w.-]+)\)", source):
-                    source = defined[copied.group(1)]
-                if " get-tuple-element(" not in source:
-                    found += [Carry(*kind) for kind in arrays(source.split("(", 1)[0])[:1]]
+            if " while(" in line:
+                changed = self._changed(_body(line))
+                found += [Carry(*kind) for kind in changed.values() if kind is not None]
+        return found
+
+    def _changed(self, body: str) -> dict[int, tuple[str, int] | None]:
+        """Return index -> array of the parts of a loop's state that its body changes."""
+        defined = {}
+        for x in self.lines[body]:
+            name, _, rest = x.strip().removeprefix("ROOT ").partition(" = ")
+            defined[name.lstrip("%")] = rest
+        root = next(x for x in self.lines[body] if x.strip().startswith("ROOT"))
+        found = {}
+        for number, name in enumerate(re.findall(r"%([\w.-]+)", root.split(" tuple(", 1)[1])):
+            source = defined[name]
+            while copied := re.search(r" copy(?:-start|-done)?\(.*?%([\w.-]+)\)", source):
+                source = defined[copied.group(1)]
+            part = re.search(r" get-tuple-element\(.*?%([\w.-]+)\), index=(\d+)", source)
+            if part:
+                inner = defined[part.group(1)]
+                if " while(" not in inner or int(part.group(2)) not in self._changed(_body(inner)):
+                    continue
+            kinds = arrays(source.split("(", 1)[0])[:1]
+            found[number] = kinds[0] if kinds else None
         return found
 
     def _depths(self) -> dict[str, int]:
@@ -73,6 +82,10 @@ class Program(NamedTuple):
                             depths[called] = depth
                             queue.append(called)
         return depths
+
+
+def _body(loop: str) -> str:
+    return re.search(r"body=%?([\w.-]+)", loop).group(1)
 
 
 def parse(text: str) -> Program:
