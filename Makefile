@@ -23,6 +23,7 @@ help:
 	@echo "make lane-parity  every model family against torch and transformers, in a venv of its own"
 	@echo "make lint   format check, lint, types, import rules"
 	@echo "make verify-01-main-job  measure what the main job promises; writes docs/verify/"
+	@echo "make verify-02-learner   measure what the learner promises: exactness, plans, speed, refusals"
 	@echo "make lane-bench  time the train step against torch and tunix (their own environments)"
 
 setup:

@@ -158,13 +158,15 @@ def wall_time(clone: Clone, figures: Mapping[str, Any]) -> Outcome:
 def tests(clone: Clone, figures: Mapping[str, Any]) -> Outcome:
     """Run every test, downloads done: in time, all passed, none skipped."""
     clone.run(["make", "setup-test"], log="tests-setup.log", timeout_s=1800)
+    # an earlier report must not speak for this run
+    (clone.root / ".cache" / "junit.xml").unlink(missing_ok=True)
     ran = clone.run(
         ["make", "test", "TESTS=--junitxml=.cache/junit.xml"],
         log="tests.log",
         timeout_s=TEST_LIMIT_S + 600,
         check=False,
     )
-    counts = _junit(clone)[0]
+    counts = junit(clone)[0]
     held = (
         ran.status == 0
         and ran.seconds <= TEST_LIMIT_S
@@ -178,7 +180,7 @@ def named_tests(*patterns: str) -> Callable[[Clone, Mapping[str, Any]], Outcome]
     """Return a check that tests of these names ran and passed in the part ``tests``."""
 
     def run(clone: Clone, figures: Mapping[str, Any]) -> Outcome:
-        cases = _junit(clone)[1]
+        cases = junit(clone)[1]
         found: dict[str, str] = {}
         for pattern in patterns:
             hits = {name: state for name, state in cases.items() if re.search(pattern, name)}
@@ -234,9 +236,14 @@ def _jsonl(clone: Clone, path: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (clone.root / path).read_text().splitlines()]
 
 
-def _junit(clone: Clone) -> tuple[dict[str, int], dict[str, str]]:
-    """Return the counts and {test id: passed | failed | skipped} of the last test run."""
-    root = ElementTree.parse(clone.root / ".cache" / "junit.xml").getroot()
+def junit(clone: Clone, report: str = "junit.xml") -> tuple[dict[str, int], dict[str, str]]:
+    """Return the counts and {test id: passed | failed | skipped} of a test run.
+
+    Args:
+        clone: where it ran.
+        report: its file under .cache; by default that of the part ``tests``.
+    """
+    root = ElementTree.parse(clone.root / ".cache" / report).getroot()
     cases: dict[str, str] = {}
     for case in root.iter("testcase"):
         kinds = {child.tag for child in case}

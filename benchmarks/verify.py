@@ -1,6 +1,6 @@
 """Measure what an issue promises, part by part, and write docs/verify/NAME.json.
 
-Command: ``python benchmarks/verify.py 01-main-job [--only=PART,...] [--list]``
+Command: ``python benchmarks/verify.py 01-main-job|02-learner [--only=PART,...] [--again] [--list]``
 Parts whose result for this code is already in docs/verify/NAME.json are not run again, so a
 verification of hours goes on over several sessions; a commit that changes only docs/ or *.md
 keeps them. Runs in a fresh clone under .cache/verify/. Needs ../shared.
@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import learner_promises
 import main_job
 from checks import (
     ROOT,
@@ -31,7 +32,10 @@ from checks import (
     tree_fingerprint,
 )
 
-SUITES: dict[str, Sequence[Part]] = {"01-main-job": main_job.PARTS}
+SUITES: dict[str, Sequence[Part]] = {
+    "01-main-job": main_job.PARTS,
+    "02-learner": learner_promises.PARTS,
+}
 
 
 def main(argv: Sequence[str]) -> int:

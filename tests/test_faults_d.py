@@ -1,10 +1,13 @@
 """Faults that users of other JAX systems hit, and where each is a test here.
 
 ROWS names, for a symptom in our words, the tests that hold it; a row whose test is gone fails. The
-tests in this file hold the rows that belong to no room of the house.
+tests in this file hold the rows that belong to no room of the house. benchmarks/section_d.py says
+which rows of faults.md these are.
 """
 
 import ast
+import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +19,7 @@ from configs.swe import get_config
 from skyrl_jax.batching.packing import Segment, pack
 from skyrl_jax.core.errors import WeightsError
 from skyrl_jax.core.types import Batch, Sequence
+from skyrl_jax.engine import steps
 from skyrl_jax.learner import step as step_lib
 from skyrl_jax.models import decoder, hf
 from tests.learner.eight_devices import LEARNER, objective
@@ -123,6 +127,48 @@ ROWS = {
         "tests/batching/test_sequences.py::test_fewer_log_probs_than_tokens_never_become_a_completion",
         "tests/batching/test_packing.py::test_what_does_not_belong_is_refused_by_name",
     ),
+    "nobody sees what carrying the weights costs": (
+        "tests/train/test_run_step.py::test_the_drawn_tasks_are_played_and_remembered",
+        "tests/sync/test_bridge.py::test_publish_and_update_are_cheap",
+    ),
+    "a regression of one kind of task hides in the mean of all": (
+        "tests/train/test_summary.py::test_rates_gains_and_parts_of_the_held_out_tasks",
+    ),
+    "the engine cannot be told to take new weights": (
+        "tests/sync/test_bridge.py::test_a_version_reaches_the_server",
+        "tests/serve/test_server.py::test_update_weights_and_its_failures",
+    ),
+    "asking for log-probs breaks the engine in the middle of a run": (
+        "tests/sync/test_bridge.py::test_a_failed_probe_rolls_back_and_keeps_the_gate_shut",
+        "tests/sync/test_bridge.py::test_a_probe_that_is_nan_fails",
+    ),
+    "a value that lies on several hosts cannot be read": (
+        "tests/learner/test_two_processes.py::test_two_processes_are_one_learner",
+    ),
+    "joining the shards of one host repeats or loses rows": (
+        "tests/learner/test_two_processes.py::test_two_processes_are_one_learner",
+    ),
+    "long rows do not fit": (
+        "tests/models/test_attention.py::test_long_rows_never_hold_all_scores",
+        "tests/learner/test_step.py::test_remat_keeps_what_it_says",
+        "tests/rl/test_logprobs.py::test_the_whole_logits_never_exist",
+        f"{HERE}::test_a_prompt_is_read_without_logits",
+    ),
+    "a second copy of the weights does not fit while they are carried": (
+        "tests/models/test_hf_read.py"
+        "::test_eight_devices_get_the_same_and_the_host_holds_little_more_than_their_shards",
+    ),
+    "writing a large model takes hours and begins again when it fails": (
+        "tests/models/test_hf_read.py::test_a_cut_model_has_an_index_that_others_read",
+        "tests/models/test_hf_read.py"
+        "::test_eight_devices_get_the_same_and_the_host_holds_little_more_than_their_shards",
+        "tests/models/test_hf.py::test_failed_write_leaves_the_old_folder",
+    ),
+    "a whole model is laid out anew at once": (
+        "tests/models/test_hf_read.py"
+        "::test_eight_devices_get_the_same_and_the_host_holds_little_more_than_their_shards",
+        "tests/learner/test_sharded.py::test_eight_devices_equal_one",
+    ),
 }
 
 
@@ -223,3 +269,19 @@ def test_no_library_of_models_or_quantizers_is_imported(repo_root):
             names = [a.name for a in node.names] if isinstance(node, ast.Import) else []
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) else []
             assert not wrong & {name.split(".")[0] for name in names}, path
+
+
+def test_a_prompt_is_read_without_logits():
+    """Prefill gives hidden states; only the positions that are asked for meet the head."""
+    cfg = tiny.config("qwen3", vocab_size=97)
+    params = steps.serving_params(cfg, tiny.params(cfg))
+    chunk = jnp.zeros((2, 16), jnp.int32)
+    ends = jnp.zeros(2, jnp.int32)
+
+    def logits(f, *given):
+        return re.findall(r"-> tensor<(?:\d+x)*97xf32>", jax.jit(f).lower(*given).as_text())
+
+    read = functools.partial(steps.prefill, cfg, pages=1)
+    assert not logits(read, params, steps.empty_cache(cfg, 2, 32), chunk, ends, ends)
+    hidden = jnp.zeros((2, 16, cfg.hidden_size))
+    assert logits(steps.score, params, hidden, chunk), "where they are made, they are seen"

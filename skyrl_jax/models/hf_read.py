@@ -77,17 +77,17 @@ def load_sharded(
     check_same_model(cfg, directory)
 
     def make(reader: Reader, leaf: Leaf, shape: tuple[int, ...]) -> Any:
-        parts: dict[tuple[tuple[int, int], ...], np.ndarray] = {}
-
-        def part(index: tuple[slice, ...]) -> np.ndarray:
-            bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
-            if bounds not in parts:  # replicas on one host share a copy
-                parts[bounds] = reader.part(leaf, tuple(slice(*b) for b in bounds), dtype)
-            return parts[bounds]
-
         sharding = shardings[leaf[0]][leaf[1]]
-        # waits for the transfer: the host's copy goes before the next leaf is read
-        return jax.block_until_ready(jax.make_array_from_callback(shape, sharding, part))
+        owners: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+        for device, index in sharding.addressable_devices_indices_map(shape).items():
+            bounds = tuple(s.indices(n)[:2] for s, n in zip(index, shape, strict=True))
+            owners.setdefault(bounds, []).append(device)
+        shards = []
+        for bounds, devices in owners.items():  # replicas on one host share a copy
+            part = reader.part(leaf, tuple(slice(*b) for b in bounds), dtype)
+            # waits for the transfer: the host's copy goes before the next part is read
+            shards += jax.block_until_ready([jax.device_put(part, device) for device in devices])
+        return jax.make_array_from_single_device_arrays(shape, sharding, shards)
 
     with Reader(directory, cfg) as reader:
         return {

@@ -144,9 +144,10 @@ def _build(options: ServeOptions, port: int) -> tuple[Any, Any]:
         prefill_chunk=options.prefill_chunk,
         decode_steps=options.decode_steps,
     )
-    engine = Engine(cfg, shape)
-    if not options.wait_for_weights:
-        engine.load(weights.read_weights(folder, cfg), options.weight_version)
+    # Before the engine takes its cache: a folder that is wrong costs no device memory.
+    params = None if options.wait_for_weights else weights.read_weights(folder, cfg)
+    engine = Engine(cfg, shape, params, options.weight_version)
+    del params  # the engine has its own
     started = time.monotonic()
     engine.warm_up(weights.random_params(cfg))
     limits = Limits(

@@ -73,6 +73,7 @@ def test_the_drawn_tasks_are_played_and_remembered():
     host, metrics, drawn = played(members)
     assert drawn == [f"t{at}" for at in [*again, *fresh]]
     assert metrics["revisited_tasks"] == 3.0
+    assert {"wait_s", "pack_s", "step_s", "publish_s"} <= set(metrics)  # where the time goes
     assert metrics["resolved_rate_fresh"] == 0.5
     seen = host.curriculum.seen
     assert seen is not None
