@@ -47,11 +47,12 @@ def run_child(script: str, argv: Sequence[str], timeout_s: float = 600.0) -> dic
 def open_mesh(topology: str, **sizes: int) -> Any:
     """Return a mesh over (some of) the devices of a topology, in the child alone."""
     from skyrl_jax.core.config import MeshConfig
-    from skyrl_jax.plan import topology as plan
+    from skyrl_jax.models.sharding import make_mesh
+    from skyrl_jax.plan.topology import open_devices
 
-    chips = parse_topology(topology)
+    devices = open_devices(parse_topology(topology))
     axes = {"data": 1, "fsdp": 1, "tensor": 1, "context": 1, "expert": 1} | sizes
-    return plan.open_mesh(MeshConfig(**axes), plan.open_devices(chips), chips)
+    return make_mesh(MeshConfig(**axes), devices)
 
 
 def leave(result: dict[str, Any]) -> None:

@@ -99,7 +99,7 @@ def _tiny_policy(c: ConfigDict) -> None:
     c.learner.max_grad_norm = 1.0
     c.learner.compute_dtype = "float32"  # exactness on a CPU
     c.learner.row_length = 512
-    c.learner.micro_rows = 2
+    c.learner.micro_rows = 2  # a multiple of data x fsdp x expert devices
     c.learner.updates_per_batch = 2
     c.learner.epochs_per_batch = 1
     c.learner.logprob_chunk = 512

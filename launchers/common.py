@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import sys
 from collections.abc import Callable, Sequence
 
@@ -80,4 +81,14 @@ def _unknown_override(argv: Sequence[str]) -> str:
         path = item[len("--config.") :].split("=")[0]
         if path not in known and path not in sections:
             return unknown_key_message(path)
+    return ""
+
+
+def unknown_host(address: str, look_up: Callable[..., object] = socket.getaddrinfo) -> str:
+    """Return why this machine cannot find the host of "host:port"; "" where it can."""
+    host, _, port = address.rpartition(":")
+    try:
+        look_up(host.strip("[]"), int(port))
+    except (OSError, UnicodeError, ValueError, OverflowError) as error:
+        return str(error) or type(error).__name__
     return ""

@@ -25,7 +25,7 @@ from absl import flags, logging
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from launchers.common import define_config_flag, read_config, run_main
+from launchers.common import define_config_flag, read_config, run_main, unknown_host
 from skyrl_jax.core.config import RunConfig
 from skyrl_jax.core.errors import ConfigError, PeerError, SkyrlError
 
@@ -72,7 +72,7 @@ def _alone(config: RunConfig) -> int:
     from skyrl_jax.train.workdir import Workdir
 
     check_trainable(config)  # before a folder is made
-    profile = parse_steps(_PROFILE.value)
+    profile = parse_steps(_PROFILE.value, config.train.steps)
 
     stamp = time.strftime("%Y%m%d-%H%M%S")
     root = Path(_WORKDIR.value or f"runs/{config.name}-seed{config.seed}-{stamp}")
@@ -128,7 +128,7 @@ def _together(config: RunConfig, where: Rendezvous) -> int:
     if not _WORKDIR.value:
         raise ConfigError("several processes need --workdir: one folder that all of them see")
     root = Path(_WORKDIR.value).absolute()
-    where = dataclasses.replace(where, folder=str(root / EXCHANGE))
+    where = dataclasses.replace(where, folder=str(root / EXCHANGE), unknown_host=unknown_host)
     with ProcessGroup(where) as peers:
         check_same_config(peers, config)
         if peers.index:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 
 from skyrl_jax.core.config import RunConfig, flatten_config
@@ -145,6 +146,7 @@ def validate_config(config: RunConfig) -> RunConfig:
     _check_ranges(config)
     _check_sampling(config)
     _check_lengths(config)
+    _check_mesh(config)
     _check_counts(config)
     _check_reasons(config)
     _check_objective(config)
@@ -197,6 +199,51 @@ def _check_lengths(config: RunConfig) -> None:
             f"model.num_heads = {m.num_heads} must be a multiple of model.num_kv_heads = "
             f"{m.num_kv_heads}"
         )
+
+
+def check_tensor_axis(num_heads: int, num_kv_heads: int, tensor: int) -> None:
+    """Refuse a ``mesh.tensor`` that would cut a head in two.
+
+    Raises:
+        ConfigError: names the axis, the tensor that it does not divide, and what would.
+    """
+    for key, size, leaf in (
+        ("num_heads", num_heads, "layers.q"),
+        ("num_kv_heads", num_kv_heads, "layers.k"),
+    ):
+        if size % tensor:
+            raise ConfigError(
+                f"mesh.tensor = {tensor} does not divide model.{key} = {size} (leaf {leaf}): a "
+                "device holds whole heads; make mesh.tensor a divisor of "
+                f"{math.gcd(num_heads, num_kv_heads)}"
+            )
+
+
+def check_expert_axis(family: str, num_experts: int, expert: int) -> None:
+    """Refuse a ``mesh.expert`` that would cut an expert in two, or spread experts of none.
+
+    Raises:
+        ConfigError: names the axis, the tensor that it does not divide, and what would.
+    """
+    if expert > 1 and not num_experts:
+        raise ConfigError(
+            f"mesh.expert = {expert}, but family {family!r} has no experts: use 1, and "
+            "mesh.fsdp for the devices"
+        )
+    if num_experts % expert:
+        raise ConfigError(
+            f"mesh.expert = {expert} does not divide model.num_experts = {num_experts} (leaf "
+            f"layers.expert_gate): make it a divisor of {num_experts}"
+        )
+
+
+def _check_mesh(config: RunConfig) -> None:
+    """Look at the axes that are named; -1 is known once jax has its devices (models/sharding)."""
+    mesh, model = config.mesh, config.model
+    if mesh.tensor > 0:
+        check_tensor_axis(model.num_heads, model.num_kv_heads, mesh.tensor)
+    if mesh.expert > 0:
+        check_expert_axis(model.family, model.num_experts, mesh.expert)
 
 
 def _check_objective(config: RunConfig) -> None:

@@ -27,7 +27,7 @@ import secrets
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -39,6 +39,7 @@ from jax.experimental import multihost_utils
 from skyrl_jax.core.errors import ConfigError, PeerError
 from skyrl_jax.learner.agreement import Agreement, processes
 from skyrl_jax.learner.roll_call import call_roll
+from skyrl_jax.learner.waiting import say, waiting
 
 EXIT_PREEMPTED = 75  # sysexits.h EX_TEMPFAIL: start it again
 EXIT_PEER_LOST = 69  # sysexits.h EX_UNAVAILABLE
@@ -62,6 +63,8 @@ class Rendezvous:
         heartbeat_timeout_s: JAX's own limit, which also ends a process whose device program waits
             for a dead one. Its default is 100: too long.
         file_delay_s: how late a network file system may show a file to another host.
+        unknown_host: why this machine does not know the host of the coordinator; "" where it does
+            (the learner asks no network by itself: launchers/common.py does).
     """
 
     coordinator: str = ""
@@ -73,6 +76,7 @@ class Rendezvous:
     lost_after_s: float = 20.0
     heartbeat_timeout_s: int = 40
     file_delay_s: float = 10.0
+    unknown_host: Callable[[str], str] = lambda address: ""
 
 
 def rendezvous_from_flags(
@@ -160,11 +164,11 @@ class ProcessGroup(Peers):
         self._asked = 0
 
     def __enter__(self) -> ProcessGroup:
-        """Start and wait for all processes.
+        """Start and wait for all processes, saying what it waits for.
 
         Raises:
             PeerError: not all came in time; the message names the missing ones.
-            ConfigError: there is nobody to ask for the coordinator.
+            ConfigError: there is nobody to ask for the coordinator, or no such host.
         """
         where = self._where
         given: dict[str, Any] = {}
@@ -175,20 +179,16 @@ class ProcessGroup(Peers):
                 "process_id": where.process_id,
                 "cluster_detection_method": "deactivate",
             }
-            if where.folder:
-                call_roll(
-                    Path(where.folder),
-                    where.process_id,
-                    where.num_processes,
-                    timeout_s=where.start_timeout_s,
-                )
+            _find_coordinator(where)
+        limit_s, whom = where.start_timeout_s, where.coordinator or "the pod or scheduler"
         try:
-            jax.distributed.initialize(
-                **given,
-                initialization_timeout=math.ceil(where.start_timeout_s),
-                heartbeat_timeout_seconds=where.heartbeat_timeout_s,
-                shutdown_timeout_seconds=math.ceil(where.deadline_s),
-            )
+            with waiting(lambda: f"not all processes have met at {whom}", limit_s):
+                jax.distributed.initialize(
+                    **given,
+                    initialization_timeout=math.ceil(limit_s),
+                    heartbeat_timeout_seconds=where.heartbeat_timeout_s,
+                    shutdown_timeout_seconds=math.ceil(where.deadline_s),
+                )
         except ValueError as error:
             raise ConfigError(
                 f"--distributed found no TPU pod or scheduler to ask ({error}); give --coordinator="
@@ -317,6 +317,31 @@ class ProcessGroup(Peers):
         if self._agreement is None:
             raise RuntimeError("ProcessGroup is not entered: use it in a with statement")
         return self._agreement
+
+
+def _find_coordinator(where: Rendezvous) -> None:
+    """Wait until all processes are there; then the host of process 0 must be known, too.
+
+    Its name may come up together with process 0, so at first an unknown one is only told.
+
+    Raises:
+        PeerError: not all came in time.
+        ConfigError: this machine does not know the host.
+    """
+    if where.folder:
+        if why := where.unknown_host(where.coordinator):
+            say(f"note: the host of --coordinator={where.coordinator} is not known here yet: {why}")
+        call_roll(
+            Path(where.folder),
+            where.process_id,
+            where.num_processes,
+            timeout_s=where.start_timeout_s,
+        )
+    if why := where.unknown_host(where.coordinator):
+        raise ConfigError(
+            f"--coordinator={where.coordinator}: this machine knows no such host ({why}); give the "
+            "name or the address by which it reaches the machine of process 0"
+        )
 
 
 def leave(code: int) -> NoReturn:

@@ -15,9 +15,10 @@ from typing import Any
 
 from skyrl_jax.core.errors import PeerError
 from skyrl_jax.learner.agreement import processes
+from skyrl_jax.learner.waiting import Tell, say, waiting
 
 
-def call_roll(folder: Path, index: int, count: int, *, timeout_s: float) -> None:
+def call_roll(folder: Path, index: int, count: int, *, timeout_s: float, tell: Tell = say) -> None:
     """Return when all processes are there.
 
     Args:
@@ -25,6 +26,7 @@ def call_roll(folder: Path, index: int, count: int, *, timeout_s: float) -> None
         index: which process this is, 0 .. count - 1.
         count: how many there are.
         timeout_s: how long to wait for the others.
+        tell: gets lines that say who is missing (``waiting.waiting``).
 
     Raises:
         PeerError: names the missing.
@@ -32,27 +34,33 @@ def call_roll(folder: Path, index: int, count: int, *, timeout_s: float) -> None
     folder.mkdir(parents=True, exist_ok=True)
     nonce = secrets.token_hex(8)
     others = [other for other in range(count) if other != index]
+    absent = others
     until = time.monotonic() + timeout_s
     written: Any = None
-    while True:
-        files = {other: _read(folder / f"roll-{other}.json") for other in others}
-        mine = {
-            "nonce": nonce,
-            "seen": {str(other): files[other].get("nonce", "") for other in others},
-        }
-        if mine != written:  # also before leaving: another may still wait for its nonce
-            _write(folder / f"roll-{index}.json", mine)
-            written = mine
-        absent = [o for o in others if files[o].get("seen", {}).get(str(index)) != nonce]
-        if not absent:
-            return
-        if time.monotonic() > until:
-            raise PeerError(
-                f"{processes(absent)} not come to {folder} within {timeout_s:g} s; start all "
-                f"{count} processes, each with its own --process_id and all with one --workdir on "
-                "a file system that they share"
-            )
-        time.sleep(0.1)
+
+    def missing() -> str:
+        return f"{processes(absent)} not come to {folder}"
+
+    with waiting(missing, timeout_s, tell=tell):
+        while True:
+            files = {other: _read(folder / f"roll-{other}.json") for other in others}
+            mine = {
+                "nonce": nonce,
+                "seen": {str(other): files[other].get("nonce", "") for other in others},
+            }
+            if mine != written:  # also before leaving: another may still wait for its nonce
+                _write(folder / f"roll-{index}.json", mine)
+                written = mine
+            absent = [o for o in others if files[o].get("seen", {}).get(str(index)) != nonce]
+            if not absent:
+                return
+            if time.monotonic() > until:
+                raise PeerError(
+                    f"{missing()} within {timeout_s:g} s; start all {count} processes, each with "
+                    "its own --process_id and all with one --workdir on a file system that they "
+                    "share"
+                )
+            time.sleep(0.1)
 
 
 def _read(path: Path) -> dict[str, Any]:

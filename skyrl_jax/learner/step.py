@@ -26,7 +26,7 @@ from skyrl_jax.learner.optimizer import learning_rate, make_optimizer
 from skyrl_jax.learner.state import Params, TrainState, check_offload, state_shardings
 from skyrl_jax.models import decoder
 from skyrl_jax.models.attention import check_rows_and_heads
-from skyrl_jax.models.sharding import row_sharding, spec
+from skyrl_jax.models.sharding import check_micro_rows, row_sharding, spec
 from skyrl_jax.rl import diagnostics
 from skyrl_jax.rl.diagnostics import Tally
 from skyrl_jax.rl.logprobs import (
@@ -70,6 +70,7 @@ def make_score_fn(
     if mesh is not None:
         heads = (model_cfg.num_heads, model_cfg.num_kv_heads)
         check_rows_and_heads(*heads, learner_cfg.row_length, mesh)
+        check_micro_rows(learner_cfg.micro_rows, mesh)
 
     def score(params: Params, batch: Batch) -> TokenStats:
         tokens = jnp.asarray(batch.tokens)

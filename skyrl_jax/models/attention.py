@@ -31,6 +31,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int
 
+from skyrl_jax.core.validate import check_tensor_axis
 from skyrl_jax.models.blockwise import Tokens, blockwise_attention
 from skyrl_jax.models.layout import (
     CONTEXT,
@@ -40,7 +41,6 @@ from skyrl_jax.models.layout import (
     zigzag_order,
     zigzag_rows,
 )
-from skyrl_jax.models.sharding import check_heads
 
 SHORT_ROW = 1024  # up to here [T, T] scores cost less than a loop over blocks
 LANES = 128  # a TPU register row: blocks of the splash kernel are multiples of it
@@ -121,7 +121,7 @@ def check_rows_and_heads(
     Raises:
         ConfigError: names the key, the sizes and what would be right.
     """
-    check_heads(num_heads, num_kv_heads, mesh)
+    check_tensor_axis(num_heads, num_kv_heads, mesh.shape["tensor"])
     on_tpu = isinstance(mesh, Mesh) and mesh.devices.flat[0].platform == "tpu"
     check_row_length(row_length, mesh.shape[CONTEXT], LANES if on_tpu else 1)
 

@@ -120,11 +120,16 @@ def load_config(directory: str | os.PathLike[str]) -> ModelConfig:
     path = Path(directory) / "config.json"
     try:
         values = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise WeightsError(f"cannot read {path}: {error}") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise WeightsError(
+            f"cannot read {path}: {error}; it must be the JSON object that describes the model"
+        ) from error
     if not isinstance(values, dict):
         raise WeightsError(f"{path} must hold a JSON object, it holds a {type(values).__name__}")
-    return config_from_hf(values)
+    try:
+        return config_from_hf(values)
+    except ConfigError as error:
+        raise ConfigError(f"{directory}: {error}") from None
 
 
 def check_same_model(
@@ -148,18 +153,18 @@ def check_same_model(
 
 def _family(values: Mapping[str, Any]) -> Family:
     name, known = values.get("model_type"), ", ".join(FAMILIES)
-    if name not in FAMILIES:
-        architectures = values.get("architectures")
+    architectures = values.get("architectures")
+    if not isinstance(name, str) or name not in FAMILIES:
         raise ConfigError(
             f"config.json has model_type {name!r} (architectures {architectures!r}); known "
             f"families: {known}"
         )
     family = FAMILIES[name]
-    architectures = values.get("architectures") or [family.architecture]
-    if family.architecture not in architectures:
+    architectures = [family.architecture] if architectures in (None, []) else architectures
+    if not isinstance(architectures, list) or family.architecture not in architectures:
         raise ConfigError(
             f"config.json has architectures {architectures!r}; of family {name!r} this decoder "
-            f"computes {family.architecture} (families: {known})"
+            f"computes [{family.architecture!r}] (families: {known})"
         )
     return family
 
@@ -181,10 +186,12 @@ def _refuse_unknown_features(values: Mapping[str, Any], family: Family) -> None:
             "config.json sets quantization_config; this decoder reads float32, float16 and "
             "bfloat16 weights: use the release that is not quantized"
         )
-    kinds = set(values.get("layer_types") or ()) - {"full_attention"}
-    if kinds:
+    layers = values.get("layer_types") or []
+    layers = layers if isinstance(layers, list) else [layers]
+    others = [kind for kind in layers if kind != "full_attention"]
+    if others:
         raise ConfigError(
-            f"config.json has {sorted(kinds)[0]!r} among its layer_types; this decoder computes "
+            f"config.json has {others[0]!r} among its layer_types; this decoder computes "
             "'full_attention' alone"
         )
 
@@ -234,7 +241,7 @@ def _value(values: Mapping[str, Any], key: str, kind: type, prefix: str = "") ->
     value = values.get(key)
     if value is None:
         raise ConfigError(f"config.json lacks {prefix + key!r}")
-    if kind is float and isinstance(value, int) and not isinstance(value, bool):
+    if kind is float and type(value) is int and abs(value) < 2**63:
         value = float(value)
     if kind is int and isinstance(value, float) and value.is_integer():
         value = int(value)  # 8192.0: some tools write every number of rope_scaling as a float
@@ -242,4 +249,6 @@ def _value(values: Mapping[str, Any], key: str, kind: type, prefix: str = "") ->
         raise ConfigError(
             f"config.json key {prefix + key!r} must be {kind.__name__}, got {value!r}"
         )
+    if kind is not bool and not 0 < value < float("inf"):
+        raise ConfigError(f"config.json key {prefix + key!r} must be above 0, got {value!r}")
     return value

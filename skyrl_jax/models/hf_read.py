@@ -4,7 +4,7 @@
 
 Nothing is read before every tensor is known to be there with the right shape; then each part of a
 leaf is copied out of its files alone, so a host never holds more than the shards of its own devices
-and one tensor. Reading needs no accelerator; only ``load_sharded`` imports jax.
+and a few windows of 8 MB. Reading needs no accelerator; only ``load_sharded`` imports jax.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ INDEX = "model.safetensors.index.json"
 # Pages that were read stay in the process's memory until their file is closed: files are opened
 # anew after this many bytes.
 _WINDOW_BYTES = 8 * 2**20
+_ALIGNED = 64
 
 
 class Stored(NamedTuple):
@@ -133,21 +134,39 @@ class Reader:
         tensors = self._of_leaf[leaf]
         kinds = {self._stored[tensor.name].dtype for tensor in tensors}
         kind = DTYPES[kinds.pop()] if len(kinds) == 1 else np.dtype(np.float32)
-        out = np.empty([s.stop - s.start for s in index], kind if dtype is None else dtype)
+        shape = tuple(s.stop - s.start for s in index)
+        out = _room(shape, np.dtype(kind if dtype is None else dtype))
         for tensor in tensors:
             lead, rest = index[: len(tensor.index)], index[len(tensor.index) :]
             if not all(s.start <= i < s.stop for i, s in zip(tensor.index, lead, strict=True)):
                 continue
-            read = self._read(tensor, rest[::-1] if tensor.transposed else rest)
-            at = tuple(i - s.start for i, s in zip(tensor.index, lead, strict=True))
-            out[at] = read.T if tensor.transposed else read
+            into = out[tuple(i - s.start for i, s in zip(tensor.index, lead, strict=True))]
+            if tensor.transposed:
+                self._copy(tensor, rest[::-1], into.T)
+            else:
+                self._copy(tensor, rest, into)
         return out
+
+    def _copy(self, tensor: HfTensor, index: tuple[slice, ...], into: np.ndarray) -> None:
+        """Copy ``tensor[index]`` into an array, a window of whole rows at a time.
+
+        One tensor can be larger than all that a host may hold beside its shards (the embedding of
+        Qwen3-8B is 1.2 GB in bfloat16).
+        """
+        width = int(np.prod(tensor.shape[1:], dtype=np.int64))  # a row is whole in the file
+        width *= DTYPES[self._stored[tensor.name].dtype].itemsize
+        step, first = max(1, _WINDOW_BYTES // width), index[0].start
+        for start in range(first, index[0].stop, step):
+            stop = min(start + step, index[0].stop)
+            rows = self._read(tensor, (slice(start, stop), *index[1:]))
+            into[start - first : stop - first] = rows
+            self._touched += (stop - start) * width
 
     def _read(self, tensor: HfTensor, index: tuple[slice, ...]) -> np.ndarray:
         from safetensors import SafetensorError, safe_open
 
         stored = self._stored[tensor.name]
-        if self._touched > _WINDOW_BYTES:
+        if self._touched >= _WINDOW_BYTES:
             self._close()
         try:
             if stored.path not in self._open:
@@ -157,9 +176,6 @@ class Reader:
             raise WeightsError(
                 f"cannot read tensor {tensor.name!r} of {stored.path}: {error}"
             ) from error
-        # rows are whole in the file: a slice of columns touches the pages of all
-        rows = values.shape[0] * int(np.prod(tensor.shape[1:], dtype=np.int64))
-        self._touched += rows * values.itemsize
         return values
 
     def _close(self) -> None:
@@ -213,6 +229,7 @@ def check_tensors(
         there = stored.get(tensor.name)
         if there is None:
             hint = " (config.json says that it is not tied)" if "lm_head" in tensor.name else ""
+            hint += _not_in_index(Path(directory), {tensor.path for tensor in stored.values()})
             raise WeightsError(
                 f"{directory}: the weights lack tensor {tensor.name!r} of shape "
                 f"{list(tensor.shape)}{hint}"
@@ -248,12 +265,34 @@ def _files(directory: Path) -> list[Path]:
             raise WeightsError(f"{directory} holds no *.safetensors file")
         return paths
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        names = set(json.loads(index.read_text())["weight_map"].values())
+        if not names or not all(isinstance(name, str) for name in names):
+            raise ValueError("'weight_map' names no files")
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise WeightsError(
             f"cannot read {index}: {error!r}; it must hold {{'weight_map': {{tensor: file}}}}"
         ) from error
-    for name in names:
+    for name in sorted(names):
         if not (directory / name).is_file():
             raise WeightsError(f"{directory} lacks file {name!r}, which {INDEX} names")
-    return [directory / name for name in names]
+    return [directory / name for name in sorted(names)]
+
+
+def _not_in_index(directory: Path, read: set[Path]) -> str:
+    """Say which files were not read since the index does not name them."""
+    if not (directory / INDEX).is_file():
+        return ""
+    others = sorted(path.name for path in directory.glob("*.safetensors") if path not in read)
+    return f" ({INDEX} does not name {', '.join(others)}: not read)" if others else ""
+
+
+def _room(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """Return an empty array that begins at a multiple of 64 bytes.
+
+    A CPU device of jax takes such memory as it is; other memory it copies, and while a leaf is
+    placed it would be there twice.
+    """
+    size = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    raw = np.empty(size + _ALIGNED, np.uint8)
+    start = -raw.ctypes.data % _ALIGNED
+    return raw[start : start + size].view(dtype).reshape(shape)

@@ -31,7 +31,7 @@ from skyrl_jax.models.sharding import LOGICAL, mesh_axes
 _MATRICES = ("expert_gate", "expert_up", "expert_down")
 # Pieces into which the share of one device is cut where experts are spread: a device that got more
 # than its share computes whole pieces, so at most 1/4 of a share too much.
-_PIECES = 4
+PIECES = 4
 
 
 class MoeStats(NamedTuple):
@@ -262,7 +262,7 @@ def _own_part(
     run piece by piece until none is left: time and memory follow what came, and nothing is dropped.
     """
     (n, k), num = chosen.shape, p["expert_gate"].shape[0]
-    size = n * k // (devices * math.gcd(_PIECES, n * k // devices))
+    size = n * k // (devices * math.gcd(PIECES, n * k // devices))
     flat = chosen.reshape(-1) - jax.lax.axis_index("expert") * num
     flat = jnp.where((flat >= 0) & (flat < num), flat, num)  # those of other devices come last
     order = jnp.argsort(flat, stable=True)
@@ -299,7 +299,7 @@ def _in_pieces(
 
     def body(at: Array, y: Array) -> Array:
         index = jax.lax.dynamic_slice_in_dim(order, at, size)
-        return y.at[index // k].add(_piece(p, x[index // k], scales[index], at, sizes, kernel))
+        return y.at[index // k].add(run_piece(p, x[index // k], scales[index], at, sizes, kernel))
 
     return _loop(size, varying, sizes, body, _zeros(x, varying))
 
@@ -321,7 +321,7 @@ def _in_pieces_backward(
         index = jax.lax.dynamic_slice_in_dim(order, at, size)
 
         def piece(p: Any, rows: Array, scales: Array) -> Array:
-            return _piece(p, rows, scales, at, sizes, kernel)
+            return run_piece(p, rows, scales, at, sizes, kernel)
 
         _, pull = jax.vjp(piece, p, x[index // k], scales[index])
         new_p, rows, new_scales = pull(ct[index // k])
@@ -337,7 +337,7 @@ def _in_pieces_backward(
 _in_pieces.defvjp(_in_pieces_forward, _in_pieces_backward)
 
 
-def _piece(p: Any, rows: Array, scales: Array, at: Array, sizes: Array, kernel: str) -> Array:
+def run_piece(p: Any, rows: Array, scales: Array, at: Array, sizes: Array, kernel: str) -> Array:
     """Return the weighted outputs [size, D] of the assignments from number ``at`` on, fp32."""
     size, num, ends = rows.shape[0], sizes.shape[0], jnp.cumsum(sizes)
     inside = jnp.clip(ends - at, 0, size) - jnp.clip(ends - sizes - at, 0, size)

@@ -16,7 +16,9 @@ from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionS
 
 from skyrl_jax.core.config import MeshConfig, ModelConfig
 from skyrl_jax.core.errors import ConfigError
+from skyrl_jax.core.validate import check_expert_axis, check_tensor_axis
 from skyrl_jax.models.families import check_config, param_shapes
+from skyrl_jax.models.slices import unmapped
 
 AXES = ("data", "fsdp", "tensor", "context", "expert")
 
@@ -75,7 +77,8 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Return a mesh over ``devices`` (default: all of jax); one axis may be -1 = all that remain.
 
     Raises:
-        ConfigError: the axes do not fit the number of devices.
+        ConfigError: the axes do not fit the number of devices, or do not map onto the links between
+            them (models/slices.py).
     """
     sizes = [getattr(cfg, axis) for axis in AXES]
     devices = jax.devices() if devices is None else devices
@@ -92,12 +95,37 @@ def make_mesh(cfg: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
             f"the {num} devices that jax sees; make their product a divisor of {num}"
         )
     sizes = [num // known if s == -1 else s for s in sizes]
-    return jax.make_mesh(
-        tuple(sizes),
-        AXES,
-        axis_types=(AxisType.Auto,) * len(AXES),
-        devices=np.asarray(devices[: math.prod(sizes)]),
-    )
+    used = list(devices[: math.prod(sizes)])
+    try:
+        return jax.make_mesh(
+            tuple(sizes),
+            AXES,
+            axis_types=(AxisType.Auto,) * len(AXES),
+            devices=np.asarray(used),
+        )
+    except (NotImplementedError, AssertionError):  # what jax has for axes that do not map
+        raise ConfigError(unmapped(dict(zip(AXES, sizes, strict=True)), used, num)) from None
+
+
+def check_micro_rows(micro_rows: int, mesh: Mesh | AbstractMesh) -> None:
+    """Refuse micro-batches whose rows the mesh cannot share out evenly.
+
+    They would run, but a device without rows of its own computes those of another one again.
+
+    Raises:
+        ConfigError: names the key, the axes and what would be right.
+    """
+    axes = RULES["rows"]
+    shards = math.prod(mesh.shape[axis] for axis in axes)
+    if micro_rows % shards:
+        sizes = " x ".join(str(mesh.shape[axis]) for axis in axes)
+        raise ConfigError(
+            f"learner.micro_rows = {micro_rows}: rows of a micro-batch are spread over the mesh "
+            f"axes {' x '.join(axes)} = {sizes} = {shards} devices, which must divide them; set "
+            f"learner.micro_rows to {math.ceil(micro_rows / shards) * shards} (or another multiple "
+            f"of {shards}), or make these axes smaller: mesh.tensor and mesh.context share the "
+            "work within a row, and a mesh of all 1 uses one device"
+        )
 
 
 def check_mesh(cfg: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
@@ -106,37 +134,8 @@ def check_mesh(cfg: ModelConfig, mesh: Mesh | AbstractMesh) -> None:
     Raises:
         ConfigError: names the axis, the tensor that it does not divide, and what would.
     """
-    check_heads(cfg.num_heads, cfg.num_kv_heads, mesh)
-    expert = mesh.shape["expert"]
-    if expert > 1 and not cfg.num_experts:
-        raise ConfigError(
-            f"mesh.expert = {expert}, but family {cfg.family!r} has no experts: use 1, and "
-            "mesh.fsdp for the devices"
-        )
-    if cfg.num_experts % expert:
-        raise ConfigError(
-            f"mesh.expert = {expert} does not divide model.num_experts = {cfg.num_experts} (leaf "
-            f"layers.expert_gate): make it a divisor of {cfg.num_experts}"
-        )
-
-
-def check_heads(num_heads: int, num_kv_heads: int, mesh: Mesh | AbstractMesh) -> None:
-    """Refuse a mesh that would cut a head in two.
-
-    Raises:
-        ConfigError: names the axis, the tensor that it does not divide, and what would.
-    """
-    tensor = mesh.shape["tensor"]
-    for key, size, leaf in (
-        ("num_heads", num_heads, "layers.q"),
-        ("num_kv_heads", num_kv_heads, "layers.k"),
-    ):
-        if size % tensor:
-            raise ConfigError(
-                f"mesh.tensor = {tensor} does not divide model.{key} = {size} (leaf {leaf}): a "
-                "device holds whole heads; make mesh.tensor a divisor of "
-                f"{math.gcd(num_heads, num_kv_heads)}"
-            )
+    check_tensor_axis(cfg.num_heads, cfg.num_kv_heads, mesh.shape["tensor"])
+    check_expert_axis(cfg.family, cfg.num_experts, mesh.shape["expert"])
 
 
 def mesh_axes(

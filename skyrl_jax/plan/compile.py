@@ -22,13 +22,13 @@ from skyrl_jax.core.errors import ConfigError
 from skyrl_jax.core.types import Batch
 from skyrl_jax.learner.state import HOST_MEMORY, TrainState, abstract_state, placed, state_shardings
 from skyrl_jax.learner.step import make_train_step
-from skyrl_jax.models.sharding import row_sharding
+from skyrl_jax.models.sharding import make_mesh, row_sharding
 from skyrl_jax.plan.child import MARK
 from skyrl_jax.plan.chips import GIB
 from skyrl_jax.plan.hlo import read_collectives
 from skyrl_jax.plan.job import Compiled, PlanJob, reference_bytes
 from skyrl_jax.plan.memory import read_oom
-from skyrl_jax.plan.topology import devices_per_chip, open_devices, open_mesh
+from skyrl_jax.plan.topology import devices_per_chip, open_devices
 
 _PR_SET_PDEATHSIG = 1
 
@@ -41,7 +41,7 @@ def compile_here(job: PlanJob) -> Compiled:
         jax.errors.JaxRuntimeError: the compiler failed for another reason than memory.
     """
     devices = open_devices(job.topology)
-    mesh = open_mesh(job.mesh, devices, job.topology)
+    mesh = make_mesh(job.mesh, devices)
     state, batch = abstract_arguments(job, mesh)
     step: Any = make_train_step(job.model, job.learner, job.objective, mesh)
     lowered = step.lower(state, batch)

@@ -197,13 +197,15 @@ def check_job(job: PlanJob) -> dict[str, int]:
     spread = math.prod(n for axis, n in mesh.items() if axis not in ("tensor", "context"))
     if rows % spread:
         raise ConfigError(
-            f"--rows={rows}: rows are spread over {spread} devices (data, fsdp), which must "
-            f"divide them; use --rows={math.ceil(rows / spread) * spread}, or a mesh with more "
-            "tensor or context"
+            f"--rows={rows}: rows (of a preset: learner.micro_rows) are spread over {spread} "
+            "devices (data x fsdp x expert), which must divide them; use "
+            f"--rows={math.ceil(rows / spread) * spread}, or a mesh with more tensor or context"
         )
-    if tokens % mesh["context"]:
+    chunks = 2 * mesh["context"] if mesh["context"] > 1 else 1
+    if tokens % chunks:
         raise ConfigError(
             f"--seq_len={tokens}: the tokens of a row are spread over context = "
-            f"{mesh['context']} devices, which must divide them"
+            f"{mesh['context']} devices in two chunks each; use a multiple of {chunks}, e.g. "
+            f"--seq_len={math.ceil(tokens / chunks) * chunks}"
         )
     return mesh

@@ -1,4 +1,4 @@
-"""A topology's devices without its hardware, and the mesh over them by the job's own function."""
+"""A topology's devices without its hardware."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any
 
 import jax
 
-from skyrl_jax.core.config import MeshConfig
 from skyrl_jax.core.errors import ConfigError
-from skyrl_jax.models.sharding import make_mesh
 from skyrl_jax.plan.chips import Topology
 
 
@@ -46,18 +44,3 @@ def devices_per_chip(devices: Sequence[Any]) -> int:
         return 1
     chips = {tuple(device.coords) for device in devices}
     return len(devices) // len(chips)
-
-
-def open_mesh(cfg: MeshConfig, devices: Sequence[Any], topology: Topology) -> jax.sharding.Mesh:
-    """Return the mesh that a job with these devices would build.
-
-    Raises:
-        ConfigError: the axes do not fit the devices, or do not map onto the links between them.
-    """
-    try:
-        return make_mesh(cfg, devices)
-    except NotImplementedError:
-        raise ConfigError(
-            f"the mesh {cfg} does not map onto {topology.text}: there each axis must be a product "
-            "of whole dimensions of the slice"
-        ) from None

@@ -29,6 +29,7 @@ from skyrl_jax.train.state import HostState
 from skyrl_jax.train.step import StepOutcome, run_step
 from skyrl_jax.train.summary import summarize
 from skyrl_jax.train.together import Lead, LeadPolicy, LeadPublisher, ticking
+from skyrl_jax.train.tracing import tell_untraced
 from skyrl_jax.train.tracker import Fanout, JsonlTracker, TensorBoardTracker, read_metrics
 from skyrl_jax.train.trainable import check_trainable
 from skyrl_jax.train.warmstart import read_opening_shapes, warm_start
@@ -143,6 +144,8 @@ async def open_run(
     began = time.monotonic()
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(ticking(lead))
+        if config.model.checkpoint and not any((workdir / "checkpoints").glob("[0-9]*")):
+            check_pretrained(config.model)  # before jax looks for devices and takes their memory
         policy = stack.enter_context(make_policy(config, workdir, lead))
         restored = policy.restore()
         if restored is None:
@@ -152,6 +155,7 @@ async def open_run(
         host = HostState() if restored is None else HostState.from_json(restored.host)
         clock = read_clock(workdir)
         progress = stack.enter_context(Progress(config.train.steps, first_step=host.step))
+        tell_untraced([n for n in profile if n <= host.step], "done before", progress.note)
         progress.phase("open sandboxes, tasks and server")
         for skipped in restored.skipped if restored else ():
             progress.note(
@@ -311,6 +315,8 @@ async def train(live: Run) -> None:
     while live.host.step < live.config.train.steps:
         if limit and live.wall_s > limit:
             live.progress.note(f"time limit of {limit:g} s reached after step {live.host.step}")
+            late = [n for n in live.profile if n > live.host.step]
+            tell_untraced(late, "the time is over", live.progress.note)
             break
         if every and live.host.step and live.host.step % every == 0:
             await measure(live, only="sampled")

@@ -78,12 +78,13 @@ async def run_step(
     with traced(profile):
         learned = await asyncio.to_thread(policy.update, batch.minibatches)
     marks.append(time.perf_counter())
-    await world.serve(policy.params, step)
+    served = await world.serve(policy.params, step)
     marks.append(time.perf_counter())
     parts = ("wait_s", "pack_s", "step_s", "publish_s")
     seconds = {name: marks[i + 1] - marks[i] for i, name in enumerate(parts)}
     trajectories = tuple(item for group in collected.groups for item in group.trajectories)
-    metrics = episode_metrics(trajectories) | batch_metrics(batch, config) | learned | seconds
+    metrics = episode_metrics(trajectories) | batch_metrics(batch, config) | learned
+    metrics |= seconds | served
     metrics |= turn_metrics(collected.groups, len(again))
     metrics["tokens_per_s"] = collected.sampled_tokens / max(1e-9, seconds["wait_s"])
     after = replace(

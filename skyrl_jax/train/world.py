@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
@@ -71,12 +72,19 @@ class World:
     async def serve(self, params: Any, number: int) -> dict[str, float]:
         """Publish params as version ``number``; return when the server has proved to serve it.
 
+        Returns:
+            How fast the version went from the learner's devices to the server: GB on disk over the
+            seconds of all of it (cast, write, check, export, load, probe).
+
         Raises:
             WeightsError, GenerationError: see sync/bridge.py; the gate stays shut.
         """
-        write = self.publisher.publish
+        began, write = time.monotonic(), self.publisher.publish
         version = await asyncio.to_thread(write, params, number, self.probe_ids())
-        return await self.bridge.update(version)
+        await self.bridge.update(version)
+        seconds = time.monotonic() - began
+        size = sum(path.stat().st_size for path in version.path.rglob("*") if path.is_file())
+        return {"publish_gb_per_s": size / 1e9 / seconds}
 
     def probe_ids(self) -> tuple[int, ...]:
         """Return the prompt by which a server proves that it serves the published weights."""

@@ -64,7 +64,9 @@ def test_every_named_test_exists(modules, repo_root):
 
 def test_rows_of_faults_and_symptoms_of_tests_are_one_list(modules):
     symptoms = modules("section_d").SYMPTOMS
-    assert {name for names in symptoms.values() for name in names} == set(ROWS)
+    assert {name for names in symptoms.values() for name in names} == {
+        row for row in ROWS if not row.startswith("C42")
+    }
 
 
 def test_a_row_that_is_not_known_has_no_symptom(modules):
@@ -89,8 +91,10 @@ Seen while reading:
     found = modules("section_d").symptoms_of_rows(text)
     assert found == {
         "left alone: nobody said so": (),
-        "rope_theta is dropped: a default is used": ("rope_theta of config.json is dropped",),
-        "marin#1652 (PR)": ("a failed transfer silently keeps the old params",),
+        "rope_theta is dropped: a default is used": (
+            "tunix: rope_theta of config.json is dropped",
+        ),
+        "marin#1652 (PR)": ("marin#1652: a failed transfer silently keeps the old params",),
         "marin#16521": (),
     }
     with pytest.raises(ValueError, match="no section D"):

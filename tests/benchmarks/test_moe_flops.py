@@ -4,11 +4,18 @@ import json
 import subprocess
 import sys
 
+import pytest
 
-def test_a_routed_layer_costs_what_its_active_experts_cost(repo_root, child_env):
-    """Forward and backward: dense weight gradients alone would be 43 times as much."""
+
+@pytest.mark.parametrize(("mesh", "pieces"), [("", 1), ("expert=4", 4)])
+def test_a_routed_layer_costs_what_its_active_experts_cost(repo_root, child_env, mesh, pieces):
+    """Forward and backward: dense weight gradients alone would be 43 times as much.
+
+    On one device, and with the experts spread over four: there all devices together.
+    """
+    script = str(repo_root / "benchmarks" / "moe_flops.py")
     done = subprocess.run(
-        [sys.executable, str(repo_root / "benchmarks" / "moe_flops.py"), "--tokens=2048"],
+        [sys.executable, script, "--tokens=2048", f"--mesh={mesh}"],
         env=child_env,
         capture_output=True,
         text=True,
@@ -17,5 +24,6 @@ def test_a_routed_layer_costs_what_its_active_experts_cost(repo_root, child_env)
     )
     assert done.returncode == 0, done.stderr[-3000:]
     out = json.loads(done.stdout.splitlines()[-1])
+    assert out["pieces"] == pieces
     for part in ("forward", "backward"):
         assert 1.0 <= out[part]["ratio"] <= 1.5, out

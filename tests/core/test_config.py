@@ -88,6 +88,13 @@ def test_wrong_type_is_named_by_path(section, key, value):
         ("objective", "advantage", "gae2", "grpo, rloo"),
         ("sandbox", "backend", "vm", "bwrap"),
         ("model", "num_kv_heads", 2, "multiple"),
+        (
+            "mesh",
+            "tensor",
+            3,
+            r"mesh.tensor = 3 does not divide model.num_kv_heads = 1.*divisor of 1",
+        ),
+        ("mesh", "expert", 2, "mesh.expert = 2, but family .qwen3. has no experts"),
         ("learner", "updates_per_batch", 99, "tasks_per_step"),
         ("learner", "schedule", "cosine", "learner.decay_steps = 0.*after learner.warmup_steps"),
         ("learner", "schedule", "linear", "constant, cosine"),

@@ -1,12 +1,15 @@
 """The mesh and the rules table."""
 
+import itertools
+from types import SimpleNamespace
+
 import jax
 import pytest
 from jax.sharding import AbstractMesh, AxisType, PartitionSpec
 
 from skyrl_jax.core.config import MeshConfig
 from skyrl_jax.core.errors import ConfigError
-from skyrl_jax.models import decoder, sharding
+from skyrl_jax.models import decoder, sharding, slices
 from tests.models import tiny
 
 
@@ -109,3 +112,38 @@ def test_experts_have_their_own_axis_and_the_rest_is_sharded_over_it_like_fsdp()
 def test_a_mesh_that_cuts_heads_or_experts_is_named(family, changes, shape, text):
     with pytest.raises(ConfigError, match=text):
         sharding.param_shardings(tiny.config(family, **changes), AbstractMesh(shape, sharding.AXES))
+
+
+def test_what_a_slice_can_be_cut_into():
+    assert slices.whole_splits((2, 4, 1)) == [(8,), (4, 2)]
+    assert slices.whole_splits((4, 4, 4)) == [(64,), (16, 4), (4, 4, 4)]
+    assert slices.whole_splits((2, 2, 4)) == [(16,), (4, 4), (8, 2), (4, 2, 2)]
+
+
+def chips(*spans, cores=1):
+    return [
+        SimpleNamespace(coords=list(at), device_kind="TPU v5")
+        for at in itertools.product(*map(range, spans))
+        for _ in range(cores)
+    ]
+
+
+def test_a_mesh_that_does_not_map_is_told_with_those_that_do():
+    sizes = {"data": 1, "fsdp": 32, "tensor": 2, "context": 1, "expert": 1}
+    text = slices.unmapped(sizes, chips(4, 4, 4), 64)
+    assert text.startswith("the mesh fsdp = 32, tensor = 2 does not map onto the links of its 64")
+    assert "(TPU v5, wired as 4x4x4)" in text and "may be 64; 16 x 4; 4 x 4 x 4, in any" in text
+    assert slices.slice_shape(chips(2, 2, 1, cores=2)) == (2, 2, 1, 2)
+    part = slices.unmapped(sizes | {"fsdp": 3, "tensor": 1}, chips(2, 2, 1)[:3], 4)
+    assert "they are a part of 4 and no whole block of chips (they reach over 2x2x1)" in part
+
+
+def test_rows_that_a_mesh_cannot_share_out_are_named():
+    mesh = AbstractMesh((2, 4, 2, 2, 3), sharding.AXES)
+    for rows in (24, 48):
+        sharding.check_micro_rows(rows, mesh)
+    with pytest.raises(
+        ConfigError,
+        match=r"learner\.micro_rows = 26: .*data x fsdp x expert = 2 x 4 x 3 = 24 devices.*to 48 ",
+    ):
+        sharding.check_micro_rows(26, mesh)

@@ -71,7 +71,9 @@ def sent(collectives):
 
 DEVICES = """
 import json, os, sys
+from skyrl_jax.core.config import MeshConfig
 from skyrl_jax.core.errors import ConfigError
+from skyrl_jax.models.sharding import make_mesh
 from skyrl_jax.plan.chips import parse_topology
 from skyrl_jax.plan.topology import devices_per_chip, open_devices
 
@@ -82,6 +84,22 @@ for text in sys.argv[1:]:
         found[text] = [len(devices), devices_per_chip(devices)]
     except ConfigError as error:
         found[text] = str(error)
+found["meshes"] = {}
+for text, axes in (
+    ("v5p:4x4x4", {"fsdp": 32, "tensor": 2}),
+    ("v5p:4x4x4", {"fsdp": 16, "tensor": 4}),
+    ("v6e:4x4", {"fsdp": 8, "tensor": 2}),
+    ("v6e:4x4", {"fsdp": 3}),
+    ("tpu7x:2x2x1", {"fsdp": 8}),
+    ("v5e:4x4", {"fsdp": 8, "tensor": 2}),
+):
+    sizes = {"data": 1, "fsdp": 1, "tensor": 1, "context": 1, "expert": 1} | axes
+    name = " ".join([text, *map(str, axes.values())])
+    try:
+        make_mesh(MeshConfig(**sizes), open_devices(parse_topology(text)))
+        found["meshes"][name] = ""
+    except ConfigError as error:
+        found["meshes"][name] = str(error)
 print(json.dumps(found), flush=True)
 os._exit(0)
 """
@@ -99,3 +117,11 @@ def test_devices_of_every_kind_of_chip(tpu_compiler):
         topology = parse_topology(text)
         assert found[text] == [topology.num_devices, topology.chip.devices], text
     assert "libtpu makes no topology 'v5e:3x5'" in found["v5e:3x5"]
+    # What the job itself builds: a mesh of each kind is there, or is told with what would map.
+    refused = {name: told for name, told in found["meshes"].items() if told}
+    assert set(refused) == {"v5p:4x4x4 32 2", "v6e:4x4 8 2", "v6e:4x4 3"}, refused
+    assert "the mesh fsdp = 32, tensor = 2 does not map" in refused["v5p:4x4x4 32 2"]
+    assert "wired as 4x4x4" in refused["v5p:4x4x4 32 2"]
+    assert "may be 64; 16 x 4; 4 x 4 x 4, in any order" in refused["v5p:4x4x4 32 2"]
+    assert "may be 16; 4 x 4, in any order" in refused["v6e:4x4 8 2"]
+    assert "no whole block of chips" in refused["v6e:4x4 3"]

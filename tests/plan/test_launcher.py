@@ -28,8 +28,13 @@ def plan(repo_root, child_env):
         ((), "--topology is missing"),
         (("--topology=v9:2x2",), "known: v4:"),
         (("--topology=gpu:4xH100-80GB", "--mesh=fsdp=3"), "does not divide the 4 devices"),
+        (("--topology=gpu:4xH100-80GB",), "learner.micro_rows) are spread over 4 devices"),
         (("--topology=gpu:4xH100-80GB", "--rows=6"), "--rows=6"),
         (("--topology=v5p", "--search", "--mesh=fsdp=4"), "leave --mesh out"),
+        (
+            ("--topology=v5p:4x4x4", "--mesh=fsdp=32,context=2", "--rows=32", "--seq_len=64"),
+            "wired as 4x4x4): each axis must be a product of whole dimensions of the slice",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(plan, flags, told):

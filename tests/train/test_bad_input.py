@@ -29,6 +29,18 @@ def test_value_that_makes_no_sense_is_refused_before_anything_starts(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_a_mesh_or_a_profile_that_cannot_be_is_one_line_before_anything_starts(tmp_path):
+    for flag, told in (
+        ("--config.mesh.tensor=2", "mesh.tensor = 2 does not divide model.num_kv_heads = 1 (leaf"),
+        ("--config.mesh.expert=2", "mesh.expert = 2, but family 'qwen3' has no experts: use 1"),
+        ("--profile_steps=301", "there is no step 301, since train.steps = 300 is the last one"),
+    ):
+        result = finish(command(tmp_path / "run", flag))
+        assert result.returncode == 2
+        assert told in result.stderr and len(result.stderr.strip().splitlines()) == 1
+        assert not (tmp_path / "run").exists()
+
+
 def test_missing_config_says_what_to_give():
     result = finish([sys.executable, "launchers/train.py"])
     assert result.returncode == 2

@@ -8,6 +8,7 @@ SCRIPT = """
 import json, sys
 from pathlib import Path
 import jax
+from skyrl_jax.core.errors import ConfigError
 from skyrl_jax.models import hf
 from skyrl_jax.models.decoder import init_params
 from skyrl_jax.train.policy import Policy
@@ -26,7 +27,7 @@ def restart(config, folder, updates):
         started = tiny.bits(policy.frozen)
         same_place = where(policy.frozen) == where(policy.params)
         for _ in range(updates):
-            policy.update([tiny.batch(1.0)])
+            policy.update([tiny.batch(1.0, micro_rows=4)])
         policy.save(0, {})
         before = tiny.bits(policy.state), where(policy.state), where(policy.frozen)
         moved = tiny.bits(policy.params) != started
@@ -38,13 +39,21 @@ def restart(config, folder, updates):
     return started, dict(same=before == after, kept=kept, same_place=same_place, moved=moved,
                          frozen=before[2], spec=spec)
 
+try:  # two rows on four devices
+    Policy(tiny.config(mesh__fsdp=-1), root / "none")
+except ConfigError as error:
+    refused = str(error)
+assert not jax.live_arrays()
+
 first = init_params(tiny.config().model, jax.random.key(5))
 hf.save_hf(root / "hf", tiny.config().model, first)
-start = dict(model__checkpoint=str(root / "hf"), mesh__fsdp=-1, learner__lr=1e-2)
+start = dict(model__checkpoint=str(root / "hf"), mesh__fsdp=-1, learner__lr=1e-2,
+             learner__micro_rows=4)
+
 bits, full = restart(tiny.config(objective__kl_coef=0.1, **start), root / "full", 1)
 full["loaded"] = bits == tiny.bits(first)
 _, lora = restart(tiny.config(learner__lora_rank=2, **start), root / "lora", 0)
-print(json.dumps([full, lora]))
+print(json.dumps([full, lora, refused]))
 """
 
 
@@ -61,7 +70,9 @@ def test_a_run_on_four_devices_restarts_with_the_same_bits_in_the_same_places(ch
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    full, lora = json.loads(done.stdout.splitlines()[-1])
+    full, lora, refused = json.loads(done.stdout.splitlines()[-1])
+    assert "learner.micro_rows = 2:" in refused and "1 x 4 x 1 = 4 devices" in refused
+    assert "set learner.micro_rows to 4" in refused
     for found in (full, lora):
         assert found["same"] and found["kept"] and found["same_place"], found
         assert "'fsdp'" in found["frozen"]["['layers']['q']"]

@@ -53,7 +53,7 @@ def played(members_of):
         return Collected(groups=groups, sampled_tokens=tokens, abandoned_tokens=0)
 
     async def serve(params, number):
-        return {}
+        return {"publish_gb_per_s": 0.5}
 
     world = SimpleNamespace(
         config=config, suite=SimpleNamespace(tasks=lambda split: TASKS), serve=serve
@@ -75,6 +75,7 @@ def test_the_drawn_tasks_are_played_and_remembered():
     assert metrics["revisited_tasks"] == 3.0
     assert {"wait_s", "pack_s", "step_s", "publish_s"} <= set(metrics)  # where the time goes
     assert metrics["resolved_rate_fresh"] == 0.5
+    assert metrics["publish_gb_per_s"] == 0.5
     seen = host.curriculum.seen
     assert seen is not None
     for at in again:

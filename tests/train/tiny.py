@@ -20,7 +20,7 @@ def config(**changes: object) -> RunConfig:
     return parse_config(values.to_dict())
 
 
-def batch(advantage: float, ids: tuple[int, ...] = (5, 6, 7, 8, 9)) -> Batch:
+def batch(advantage: float, ids: tuple[int, ...] = (5, 6, 7, 8, 9), micro_rows: int = 2) -> Batch:
     """Return a batch of one sequence whose ids are trained from the third on."""
     mask = np.asarray([0, 0] + [1] * (len(ids) - 2), np.float32)
     sequence = Sequence(
@@ -32,7 +32,7 @@ def batch(advantage: float, ids: tuple[int, ...] = (5, 6, 7, 8, 9)) -> Batch:
         temperature=1.0,
     )
     segment = Segment(sequence=sequence, weights=mask / mask.sum(), advantage=advantage)
-    return pack([segment], row_length=16, micro_rows=2)
+    return pack([segment], row_length=16, micro_rows=micro_rows)
 
 
 def host(tree: object) -> object:
