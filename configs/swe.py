@@ -5,13 +5,15 @@ Command    python launchers/train.py --config=configs/swe.py[:PRESET] [--config.
 PRESET          hardware                       what it is
 quickstart      2 CPU cores, 20 minutes        tiny policy from scratch, synthetic repos, bwrap
 smollm2_135m    2 CPU cores, hours             SmolLM2-135M's shape; no run was made yet
-qwen3_8b        v5e:4x4 or 8 x 80 GB           SkyRL-v0 8B recipe (no thinking)
-qwen3_14b       v5p:2x2x4 or 16 x 80 GB        SkyRL-v0 14B recipe
-qwen3_32b       v5p:2x4x4 or 16 x 80 GB        SA-SWE-32B recipe, rows of 40,960 tokens
+qwen3_8b        v5p:2x2x4 or v6e:4x4           SkyRL-v0 8B recipe (no thinking), rows of 32,768
+qwen3_14b       v5p:2x2x4                      SkyRL-v0 14B recipe, rows of 34,816
+qwen3_32b       v5p:2x4x4                      SA-SWE-32B recipe, rows of 40,960 tokens
+
+The chips are those that launchers/plan.py finds room on (docs/scaling.md; GPUs: an estimate there).
 
 This version trains the quick start. smollm2_135m starts from fresh weights; the three recipes are
 checked and refused: their tasks (rows with docker images) and their tokenizers are not built yet.
-Without PRESET: quickstart where no accelerator is found, else qwen3_8b; the choice is printed.
+Without PRESET: quickstart, on accelerators too; the choice is printed.
 Expected of quickstart: see README.md (measured curve, interval and time).
 """
 

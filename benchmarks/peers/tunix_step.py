@@ -1,7 +1,7 @@
 """The peer "tunix": its own Qwen3, its GRPO loss and the jitted step of its RL trainer.
 
 Only public classes of the google-tunix wheel are used. Parameters are fp32, bfloat16 is the dtype
-of the computation; no rematerialisation, as on our side.
+of the computation; nothing is recomputed.
 """
 
 from __future__ import annotations

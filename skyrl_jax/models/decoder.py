@@ -254,8 +254,7 @@ def hidden_and_stats_fn(
     def body(x: Array, scanned: tuple[Params, Array | None]) -> tuple[Array, MoeStats | None]:
         p, replayed = scanned
         x = layout.pin(x)
-        if dtype != jnp.float32:
-            p = jax.tree.map(lambda w: w * one, p)
+        p = jax.tree.map(lambda w: w if w.dtype == dtype else w * one.astype(w.dtype), p)
         return layer_and_stats(cfg, p, x, where, attend, valid=valid, experts=replayed, mesh=mesh)
 
     if remat != "none":

@@ -37,7 +37,7 @@ class GgufFile:
             reader = GGUFReader(self.path)
         except (OSError, ValueError, IndexError, KeyError) as error:
             raise WeightsError(
-                f"cannot read {self.path} as GGUF: {error} (copy an incomplete file again)"
+                f"cannot read {self.path} as GGUF: {error}; it must be a whole .gguf file"
             ) from error
         self.fields: dict[str, Any] = dict(reader.fields)
         self.tensors: dict[str, Any] = {tensor.name: tensor for tensor in reader.tensors}

@@ -140,15 +140,17 @@ def check_same_model(
     Shapes alone do not tell: another rope_theta fits every tensor and computes nonsense.
 
     Raises:
-        WeightsError: names the first field that differs, and both values.
+        WeightsError: names every field that differs, and both values.
         ConfigError: config.json is not a model that this decoder computes.
     """
     ours, theirs = dataclasses.asdict(cfg), dataclasses.asdict(load_config(directory))
-    for name in ours:
-        if name not in ("checkpoint", "max_position") and ours[name] != theirs[name]:
-            raise WeightsError(
-                f"{directory}/config.json has {name} {theirs[name]!r}, {whose} has {ours[name]!r}"
-            )
+    differing = [
+        f"{name} {theirs[name]!r}, {whose} has {ours[name]!r}"
+        for name in ours
+        if name not in ("checkpoint", "max_position") and ours[name] != theirs[name]
+    ]
+    if differing:
+        raise WeightsError(f"{directory}/config.json has " + "; it has ".join(differing))
 
 
 def _family(values: Mapping[str, Any]) -> Family:

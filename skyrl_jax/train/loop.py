@@ -144,14 +144,11 @@ async def open_run(
     began = time.monotonic()
     async with AsyncExitStack() as stack:
         await stack.enter_async_context(ticking(lead))
-        if config.model.checkpoint and not any((workdir / "checkpoints").glob("[0-9]*")):
-            check_pretrained(config.model)  # before jax looks for devices and takes their memory
+        check_before_devices(config, workdir)
         policy = stack.enter_context(make_policy(config, workdir, lead))
         restored = policy.restore()
         if restored is None:
             refuse_lost_checkpoints(workdir)
-        if restored is None and config.model.checkpoint:
-            check_pretrained(config.model)
         host = HostState() if restored is None else HostState.from_json(restored.host)
         clock = read_clock(workdir)
         progress = stack.enter_context(Progress(config.train.steps, first_step=host.step))
@@ -199,6 +196,15 @@ async def open_run(
             if lead is not None and lead.stop and lead.unsaved:
                 save(live)
             raise
+
+
+def check_before_devices(config: RunConfig, workdir: Path) -> None:
+    """Check the weights a run starts from before jax looks for devices and takes their memory.
+
+    A run with checkpoints goes on from these and needs the folder no more.
+    """
+    if config.model.checkpoint and not any((workdir / "checkpoints").glob("[0-9]*")):
+        check_pretrained(config.model)
 
 
 def refuse_lost_checkpoints(workdir: Path) -> None:

@@ -206,6 +206,9 @@ def test_a_search(parts, clone):
     check = parts.plan_search("qwen3_32b", "v5p", 40_960)
     right = dict(topology="v5p:2x4x4", seq_len=40_960)
     assert check(clone([("--search", 0, SEARCH + plan_answer(**right))]), {}).held
+    # a smaller slice that nobody speaks of
+    silent = SEARCH.replace("v5p:2x2x2: no mesh", "no mesh")
+    assert not check(clone([("--search", 0, silent + plan_answer(**right))]), {}).held
     # it did not stop at the smallest that fits
     larger = right | {"topology": "v5p:4x4x4"}
     assert not check(clone([("--search", 0, SEARCH + plan_answer(**larger))]), {}).held
