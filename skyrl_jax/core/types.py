@@ -140,8 +140,8 @@ class Turn:
     """One generation call of an episode: the exact prompt ids and what came back.
 
     ``kind``: "agent", or "aux" for a call beside the work (a title, a summary), never trained.
-    ``fork``: why the prompt does not continue an earlier turn's tokens ("" where it does, and for
-    the first turn); counted by cause.
+    ``fork``: why a training row begins here ("" where the prompt goes on from the end of an earlier
+    turn, and for the first turn); counted by cause.
     Example: ``Turn(prompt_ids=(1, 9), completion=completion, timings={"generate_s": 0.2})``.
     """
 
