@@ -161,11 +161,14 @@ class Renderer(Protocol):
         """Render the opening messages and the generation prompt."""
         ...
 
-    def delta(self, messages: Sequence[Message], *, stopped: bool) -> tuple[int, ...]:
+    def delta(
+        self, messages: Sequence[Message], *, stopped: bool, after: Message | None = None
+    ) -> tuple[int, ...]:
         """Render what follows a sampled completion: boundary tokens, messages, generation prompt.
 
         ``stopped`` says whether the completion's last id is the stop token; if not, the missing
-        end-of-turn token is part of the delta (so it is never trained).
+        end-of-turn token is part of the delta (so it is never trained). ``after`` is the message
+        that the completion was parsed to: some templates name its calls in the tool messages.
         """
         ...
 

@@ -120,6 +120,7 @@ _CHOICES = {
     "objective.advantage": ("grpo", "rloo"),
     "objective.kl_kind": ("k1", "k2", "k3"),
     "objective.reduction": ("token_mean", "sequence_mean", "sequence_sum_norm"),
+    "objective.abandoned": ("drop", "train"),
     "learner.compute_dtype": ("float32", "bfloat16"),
     "learner.moment_dtype": ("float32", "bfloat16"),
     "learner.remat": ("none", "full", "attn_out", "dots"),

@@ -46,7 +46,9 @@ class ChatMLRenderer:
         """Render the opening messages and the generation prompt."""
         return (*self._render(messages), *self._heads["assistant"])
 
-    def delta(self, messages: Sequence[Message], *, stopped: bool) -> tuple[int, ...]:
+    def delta(
+        self, messages: Sequence[Message], *, stopped: bool, after: Message | None = None
+    ) -> tuple[int, ...]:
         """Render what follows a sampled completion, boundary tokens included.
 
         The sampled turn ends with ``<|im_end|>`` when ``stopped``; the newline after it was never

@@ -9,6 +9,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import dataclasses
+import json
 from collections.abc import Sequence
 
 from skyrl_jax.core.protocols import (
@@ -115,6 +117,7 @@ class SweEnvironment:
             await sandbox.destroy()
 
     async def _answer(self, call: ToolCall) -> str:
+        call = _as_text(call)
         problem = _check(call)
         if problem:
             return problem
@@ -195,6 +198,13 @@ def _compact_answer(edited: str, result: ExecResult) -> str:
     messages = failure_messages(log)
     line = edited.strip().partition("\n")[0]
     return f"{line}\n{normalise(messages[0]) if messages else 'tests crashed'}"
+
+
+def _as_text(call: ToolCall) -> ToolCall:
+    """Return the call with values that are no text (JSON forms have them) written as JSON."""
+    values = call.arguments.items()
+    texts = {name: v if isinstance(v, str) else json.dumps(v) for name, v in values}
+    return dataclasses.replace(call, arguments=texts)
 
 
 def _check(call: ToolCall) -> str:
