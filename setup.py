@@ -15,6 +15,7 @@ CORE = [
     "aiohttp>=3.10",  # HTTP: rollout client and the embedded engine's server
     "uvloop>=0.21",  # event loop of the embedded server: less CPU per request
     "tokenizers>=0.20",  # byte-level BPE: the tiny policy's own, and every HF tokenizer.json
+    "jinja2>=3.1",  # models' chat templates, in its sandbox
     # What a person types and sees.
     "absl-py>=2.1",  # command-line flags (launchers/ only)
     "ml_collections>=1.1",  # config files with --config.a.b=c overrides (configs/, launchers/)

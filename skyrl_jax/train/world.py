@@ -22,6 +22,7 @@ from skyrl_jax.core.config import ModelConfig, RunConfig
 from skyrl_jax.core.errors import DataError, GenerationError, HostError
 from skyrl_jax.core.types import Task
 from skyrl_jax.generation.renderer import ChatMLRenderer
+from skyrl_jax.generation.renderer.matrix import check_template, summary
 from skyrl_jax.generation.sglang import SGLangGenerator
 from skyrl_jax.generation.tokenizer import Tokenizer, load_or_train
 from skyrl_jax.models import hf
@@ -118,6 +119,7 @@ async def open_world(
         suite = await _open_suite(config, workdir, cache, provider, say)
         tokenizer = _open_tokenizer(config, workdir, cache, suite)
         renderer = ChatMLRenderer(tokenizer, parse_assistant)
+        say(f"chat template: {summary(check_template(renderer.text))}")
         store = FolderStore(workdir / "weights", keep=config.train.keep_weight_versions)
         store.sweep()
         publisher = make_publisher(config.model, store, dtype=config.learner.compute_dtype)
