@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from collections.abc import Callable
 from pathlib import Path
 from urllib.parse import quote
 
@@ -23,7 +22,8 @@ from skyrl_jax.core.errors import ConfigError, DataError, InfraError
 from skyrl_jax.core.protocols import Generator
 from skyrl_jax.core.types import SamplingParams
 from skyrl_jax.gateway.budget import Budget
-from skyrl_jax.gateway.calls import Conversation, RendererFor
+from skyrl_jax.gateway.calls import RendererFor
+from skyrl_jax.gateway.conversation import Conversation
 from skyrl_jax.gateway.dialects.base import TokenBytes
 from skyrl_jax.gateway.front import Front, Limits, Models
 from skyrl_jax.gateway.keys import Sessions, new_key
@@ -50,7 +50,6 @@ class Gateway:
         token_bytes: the bytes of a token, for clients that ask for log-probs; ``None`` names the
             tokens by their ids.
         limits: sizes and deadlines.
-        conversation: makes an empty record (default: gateway/conversation.py's).
 
     Raises:
         ConfigError: it would listen beyond loopback without a key.
@@ -69,7 +68,6 @@ class Gateway:
         aux_models: tuple[str, ...] = (),
         token_bytes: TokenBytes | None = None,
         limits: Limits | None = None,
-        conversation: Callable[[], Conversation] | None = None,
     ) -> None:
         """Nothing listens before the context is entered."""
         if not api_key and not _is_loopback(host):
@@ -80,7 +78,6 @@ class Gateway:
         self._generator, self._renderer_for = generator, renderer_for
         self._host, self._port, self._public_url = host, port, public_url.rstrip("/")
         self._limits = limits or Limits()
-        self._conversation = conversation or self._default_conversation
         self._sessions = Sessions(api_key)
         self._front = Front(
             self._sessions, Models(names=models, aux=aux_models), self._limits, token_bytes
@@ -153,7 +150,7 @@ class Gateway:
         parts = SessionParts(
             generator=generator or self._generator,
             renderer_for=self._renderer_for,
-            conversation=self._conversation(),
+            conversation=Conversation(self._renderer_for),
             sampling=sampling,
             budget=budget or Budget(),
             training=training,
@@ -171,11 +168,6 @@ class Gateway:
         self, session: Session, path: Path, uid: int, need_key: bool
     ) -> SocketListener:
         return await SocketListener.open(self._front.on_socket(session, uid, need_key), path, uid)
-
-    def _default_conversation(self) -> Conversation:
-        from skyrl_jax.gateway import conversation
-
-        return conversation.Conversation(self._renderer_for)
 
 
 def _is_loopback(host: str) -> bool:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 from skyrl_jax.core.errors import DataError, HostError
 from skyrl_jax.core.protocols import Renderer
@@ -64,57 +64,6 @@ class Answer:
     def cut(self) -> bool:
         """Whether the answer ran into its token limit."""
         return self.completion.finish_reason == "length"
-
-
-class Placement(Protocol):
-    """Where a history stands among the calls that were recorded (gateway/conversation.py)."""
-
-    @property
-    def prompt_ids(self) -> Sequence[int]:
-        """The prompt: stored ids verbatim and the rendered rest."""
-        ...
-
-    @property
-    def parent(self) -> int | None:
-        """The recorded call that the history continues, if any."""
-        ...
-
-
-class Conversation(Protocol):
-    """The record of a session's calls (gateway/conversation.py has the real one)."""
-
-    def place(self, messages: Sequence[Message], tools: tuple[ToolDef, ...]) -> Any:
-        """Return the Placement of a history.
-
-        Raises:
-            DataError: no template can render it.
-        """
-        ...
-
-    def record(
-        self,
-        placement: Any,
-        completion: Completion,
-        message: Message,
-        *,
-        kind: str = "agent",
-        timings: Mapping[str, float] = ...,
-    ) -> int:
-        """Keep a call; return its number."""
-        ...
-
-    def retry(self, placement: Any) -> Any:
-        """Return the recorded answer of a call asked for again; ``None`` once it was continued."""
-        ...
-
-    def turns(self) -> tuple[Turn, ...]:
-        """Return every call, in the order in which they were recorded."""
-        ...
-
-    @property
-    def counts(self) -> Mapping[str, int]:
-        """Forks by cause, retries, auxiliary calls."""
-        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

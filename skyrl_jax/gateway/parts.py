@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Protocol
 from skyrl_jax.core.protocols import Generator
 from skyrl_jax.core.types import SamplingParams
 from skyrl_jax.gateway.budget import Budget
-from skyrl_jax.gateway.calls import Conversation, RendererFor
+from skyrl_jax.gateway.calls import RendererFor
+from skyrl_jax.gateway.conversation import Conversation
 
 if TYPE_CHECKING:
     from skyrl_jax.gateway.session import Session

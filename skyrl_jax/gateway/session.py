@@ -35,11 +35,10 @@ from skyrl_jax.gateway.budget import Spent
 from skyrl_jax.gateway.calls import (
     Answer,
     ChatRequest,
-    Conversation,
-    Placement,
     Recorded,
     evaluation_only,
 )
+from skyrl_jax.gateway.conversation import Conversation, Placement
 from skyrl_jax.gateway.flight import Flight
 from skyrl_jax.gateway.parts import NOT_NAMED, Listener, Repeat, SessionParts
 from skyrl_jax.gateway.refusals import Cause, Refused
@@ -292,7 +291,7 @@ class Session:
 
     def _place(self, chat: ChatRequest) -> Placement:
         try:
-            placement: Placement = self._conversation.place(chat.messages, chat.tools)
+            placement = self._conversation.place(chat.messages, chat.tools)
         except DataError as error:
             raise Refused(Cause.INVALID, str(error), param="messages") from None
         return placement

@@ -332,7 +332,6 @@ def test_our_own_error_fails_the_episode(caplog):
         gate = world.Gateway(
             generator=says("ok"),
             renderer_for=Broken,
-            conversation=lambda: world.record_of(Broken),
         )
         async with asyncio.timeout(30), gate:
             session = await gate.open("s", sampling=SAMPLING)
@@ -435,7 +434,6 @@ def test_a_history_that_no_template_renders_is_the_agents_fault():
         gate = world.Gateway(
             generator=says("ok"),
             renderer_for=Strict,
-            conversation=lambda: world.record_of(Strict),
         )
         async with asyncio.timeout(30), gate:
             session = await gate.open("s", sampling=SAMPLING)

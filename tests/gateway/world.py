@@ -4,7 +4,6 @@ Ids 0 to 255 are bytes, 256 begins a message, 257 ends it.
 """
 
 import asyncio
-import importlib.util
 import json
 import re
 
@@ -124,20 +123,10 @@ class Slow:
         return completion(self.text)
 
 
-def record_of(renderer_for):
-    """Make an empty record: the real one where it is."""
-    if importlib.util.find_spec("skyrl_jax.gateway.conversation") is not None:
-        from skyrl_jax.gateway.conversation import Conversation
-    else:
-        from tests.gateway.standin import Conversation
-    return Conversation(renderer_for)
-
-
 def gateway(generator, **kwargs):
     return Gateway(
         generator=generator,
         renderer_for=ByteRenderer,
-        conversation=lambda: record_of(ByteRenderer),
         **kwargs,
     )
 
