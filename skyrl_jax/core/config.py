@@ -144,7 +144,7 @@ class RolloutConfig:
 class AgentConfig:
     """The scaffold."""
 
-    kind: str  # "codeact"
+    kind: str  # "codeact" (our own loop) | "mini_swe_agent" | "openhands" (agents/scaffolds.py)
     prompt_style: str  # "compact" (tiny policies) | "full"
     observation_tokens: int  # cut of one observation
 

@@ -93,7 +93,9 @@ class Message:
 class SamplingParams:
     """How tokens are drawn.
 
-    The seed fixes the draw: same (prompt ids, seed, weight version), same tokens.
+    The seed fixes the draw: same (prompt ids, seed, weight version), same tokens. ``forced_ids``
+    are taken as the completion's first ids, with the log-probs that the policy really gives them
+    (the embedded engine alone can do it): for replays and tests.
     Example: ``SamplingParams(temperature=1.0, max_new_tokens=32, stop_token_ids=(2,), seed=7)``.
     """
 
@@ -104,6 +106,7 @@ class SamplingParams:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    forced_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -127,7 +127,7 @@ _CHOICES = {
     "learner.schedule": ("constant", "cosine"),
     "learner.reference_dtype": ("float32", "bfloat16"),
     "sandbox.backend": ("bwrap", "docker", "process"),
-    "agent.kind": ("codeact",),
+    "agent.kind": ("codeact", "mini_swe_agent", "openhands"),
     "agent.prompt_style": ("compact", "full"),
     "model.family": ("llama", "qwen2", "qwen3", "qwen3_moe"),
 }
@@ -150,6 +150,7 @@ def validate_config(config: RunConfig) -> RunConfig:
     _check_mesh(config)
     _check_counts(config)
     _check_reasons(config)
+    _check_agent(config)
     _check_objective(config)
     return config
 
@@ -276,6 +277,14 @@ def _check_reasons(config: RunConfig) -> None:
                 raise ConfigError(
                     f"objective.{key}: no episode is truncated for {reason!r}; known: {known}"
                 )
+
+
+def _check_agent(config: RunConfig) -> None:
+    if config.agent.kind != "codeact" and config.sandbox.backend == "process":
+        raise ConfigError(
+            f"agent.kind = {config.agent.kind!r} needs a second uid for the agent's program, and "
+            "sandbox.backend = 'process' has none: use bwrap (as root) or docker"
+        )
 
 
 def _check_counts(config: RunConfig) -> None:
