@@ -55,10 +55,11 @@ def _measure(options: argparse.Namespace) -> None:
     from configs.swe import get_config
     from skyrl_jax.core.config import parse_config
     from skyrl_jax.learner.step import make_train_step
+    from skyrl_jax.models.sharding import make_mesh
     from skyrl_jax.plan.chips import parse_topology
     from skyrl_jax.plan.compile import abstract_arguments
     from skyrl_jax.plan.job import make_job, parse_mesh
-    from skyrl_jax.plan.topology import open_devices, open_mesh
+    from skyrl_jax.plan.topology import open_devices
 
     config = parse_config(get_config(options.preset).to_dict())
     model = dataclasses.replace(config.model, num_layers=options.layers)
@@ -67,7 +68,7 @@ def _measure(options: argparse.Namespace) -> None:
     topology = parse_topology(options.topology)
     shape = {"rows": options.rows, "seq_len": options.seq_len}
     job = make_job(config, topology, **shape, remat="full", mesh=sizes)
-    mesh = open_mesh(job.mesh, open_devices(topology), topology)
+    mesh = make_mesh(job.mesh, open_devices(topology))
     scores = {"flattened": None, "rows": rows_score(job.model, job.learner, mesh)}
     result: dict[str, Any] = {}
     for name, score in scores.items():
@@ -152,7 +153,10 @@ def rows_hidden(
         where = NamedSharding(mesh, PartitionSpec(layout.row_axes or None))
         return jax.lax.with_sharding_constraint(x, where)
 
+    one = decoder.unknown_one(segment_ids)
+
     def body(x: Any, p: Any) -> tuple[Any, None]:
+        p = decoder.kept_in_layer(p, dtype, one)
         return rows_layer(cfg, p, pin(x), positions, segment_ids, mesh), None
 
     if remat != "none":

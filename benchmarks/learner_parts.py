@@ -139,7 +139,7 @@ def plan_too_large(preset: str, topology: str, rows: int, seq_len: int, *, large
             ran.status == 1
             and not found["fits"]
             and len(verdict) == 1
-            and f"{told['over_gib']:.2f} GiB too much" in verdict[0]
+            and f"{found['over_bytes'] / GIB:.2f} GiB too much" in verdict[0]
             and "exceeds available HBM" in verdict[0]
             and told["over_gib"] > 0
             and told["compile_s"] < COMPILE_LIMIT_S
@@ -328,7 +328,7 @@ def bench(
     def run(clone: Clone, figures: Mapping[str, Any]) -> Outcome:
         made = not (clone.root / ".cache" / "lanes" / f"bench-{peer}" / "pins.txt").exists()
         argv = ["benchmarks/learner.py", "--shape=small", f"--peer={peer}", f"--dtype={dtype}"]
-        argv += ["--hugepages"] if at_least else []
+        argv += ["--rounds=9", "--hugepages"] if at_least else []
         ran, found = script(clone, *argv, log=f"bench-{peer}-{dtype}.log")
         held = (
             ran.status == 0
@@ -359,6 +359,10 @@ def flattened(clone: Clone, figures: Mapping[str, Any]) -> Outcome:
     return Outcome(held=no_worse(found["meshes"]), figures=found)
 
 
+# The sum of temporaries counts buffers that are never alive at once: told, not judged.
+JUDGED = ("peak_bytes", "sent_bytes", "flops")
+
+
 def no_worse(meshes: Mapping[str, Mapping[str, Mapping[str, float]]], slack: float = 0.01) -> bool:
     """Tell whether the flattened program needs no more than the other one, within ``slack``.
 
@@ -366,7 +370,7 @@ def no_worse(meshes: Mapping[str, Mapping[str, Mapping[str, float]]], slack: flo
         meshes: {mesh: {"ratio": {figure: flattened / unflattened}, ...}}.
         slack: share by which a figure may be larger.
     """
-    ratios = [value for one in meshes.values() for value in one["ratio"].values()]
+    ratios = [one["ratio"][name] for one in meshes.values() for name in JUDGED]
     return bool(ratios) and all(0 < ratio <= 1 + slack for ratio in ratios)
 
 

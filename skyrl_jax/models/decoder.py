@@ -246,15 +246,12 @@ def hidden_and_stats_fn(
         rows = (layout.rows(x) for x in (q, k, v))
         return layout.flat(attention(*rows, positions, segment_ids, mesh=mesh))
 
-    # XLA casts the stacked fp32 masters once before the loops, since a slice of a cast is a cast of
-    # a slice: 2 bytes a parameter, alive through the whole step. A factor that it cannot know to be
-    # 1 keeps the cast in the layer.
-    one = (segment_ids[0, 0] >= 0).astype(jnp.float32)
+    one = unknown_one(segment_ids)
 
     def body(x: Array, scanned: tuple[Params, Array | None]) -> tuple[Array, MoeStats | None]:
         p, replayed = scanned
         x = layout.pin(x)
-        p = jax.tree.map(lambda w: w if w.dtype == dtype else w * one.astype(w.dtype), p)
+        p = kept_in_layer(p, dtype, one)
         return layer_and_stats(cfg, p, x, where, attend, valid=valid, experts=replayed, mesh=mesh)
 
     if remat != "none":
@@ -270,6 +267,21 @@ def hidden_and_stats_fn(
         chosen = layout.restore(layout.rows(jnp.moveaxis(stats.chosen, 0, 1)))
         stats = stats._replace(chosen=chosen.reshape(b * t, *chosen.shape[2:]))
     return layout.restore(layout.rows(final_norm(cfg, params, x))), stats
+
+
+def unknown_one(segment_ids: Int[Array, "B T"]) -> Array:
+    """Return 1.0, computed so that XLA cannot know it."""
+    return (segment_ids[0, 0] >= 0).astype(jnp.float32)
+
+
+def kept_in_layer(p: Params, dtype: Any, one: Array) -> Params:
+    """Return a layer's masters such that their cast to ``dtype`` stays in the layer.
+
+    XLA else casts the stacked masters once before the loops, since a slice of a cast is a cast of
+    a slice: 2 bytes a parameter, alive through the whole step. It cannot pass a factor of which it
+    does not know that it is 1.
+    """
+    return jax.tree.map(lambda w: w if w.dtype == dtype else w * one.astype(w.dtype), p)
 
 
 def _pure_params(cfg: ModelConfig, key: Array) -> Params:
