@@ -107,7 +107,10 @@ def test_prompt_logprobs_and_no_new_token(url):
 
 def test_batch(url, oracle):
     request = body() | {"input_ids": [[5, 6, 7], [8]], "rid": "b"}
-    request["sampling_params"] = [request["sampling_params"], {"max_new_tokens": 2}]
+    request["sampling_params"] = [
+        request["sampling_params"],
+        {"max_new_tokens": 2, "ignore_eos": True},
+    ]
     answers = post(f"{url}/generate", request).json()
     assert [a["meta_info"]["id"] for a in answers] == ["b_0", "b_1"]
     assert answers[0]["output_ids"] == post(f"{url}/generate", body()).json()["output_ids"]
