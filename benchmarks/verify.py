@@ -98,17 +98,27 @@ def _run(part: Part, clone: Clone, earlier: dict[str, Any]) -> dict[str, Any]:
     except (CommandFailed, OSError, KeyError, ValueError) as error:
         # A part that cannot be measured has not held; the other parts still run.
         outcome = Outcome(held=False, figures={"error": f"{type(error).__name__}: {error}"})
-    print(f"{part.name}: {'held' if outcome.held else 'NOT HELD'} {outcome.figures}", flush=True)
+    told = without_root(dict(outcome.figures), str(clone.root))
+    print(f"{part.name}: {'held' if outcome.held else 'NOT HELD'} {told}", flush=True)
     return {
         "promise": part.promise,
         "held": outcome.held,
-        "figures": dict(outcome.figures),
+        "figures": told,
         "seconds": round(time.time() - began, 1),
         "finished": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
         "commit": commit(),
         "machine": f"{os.cpu_count()} cores, {platform.machine()}, Python "
         f"{platform.python_version()}",
     }
+
+
+def without_root(value: Any, root: str) -> Any:
+    """Return figures whose texts name files from the clone's root on: where it lies is nobody's."""
+    if isinstance(value, str):
+        return value.replace(f"{root}/", "").replace(root, ".")
+    if isinstance(value, dict):
+        return {key: without_root(item, root) for key, item in value.items()}
+    return [without_root(item, root) for item in value] if isinstance(value, list) else value
 
 
 def _save(report: Path, state: dict[str, Any], parts: Sequence[Part]) -> None:

@@ -1,6 +1,7 @@
 """verify.py: parts resume on the same code, refuse what would make a result untrue, fail whole."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,8 @@ def late(clone, figures):
     clone.run(["sh", "-c", "sleep 60 & echo started; wait"], log="b.log", timeout_s=1)
 
 def after(clone, figures):
-    return Outcome(held=True, figures={"saw": sorted(figures)})
+    named = {"lines": [f"error: {clone.root}/a/b.json", 1], "root": str(clone.root)}
+    return Outcome(held=True, figures={"saw": sorted(figures), "named": named})
 
 PARTS = (
     Part(name="count", promise="counts", run=count),
@@ -77,7 +79,10 @@ def test_parts_run_once_per_code_and_a_failing_one_stops_none(project):
     assert held == {"count": True, "late": False, "after": True}
     assert report["parts"]["count"]["figures"]["output"] == "x = 1\ndata\n"
     assert "did not end in 1 s" in report["parts"]["late"]["figures"]["error"]
-    assert report["parts"]["after"]["figures"]["saw"] == ["count", "late"]
+    assert report["parts"]["after"]["figures"] == {
+        "saw": ["count", "late"],
+        "named": {"lines": ["error: a/b.json", 1], "root": "."},
+    }
 
     # Committing the results keeps them; committing code does not.
     _commit(project, "docs/notes.md", "measured")
@@ -104,3 +109,10 @@ def test_refuses_without_shared_and_with_uncommitted_code(project):
 def test_unknown_part_is_named(project):
     status, told = _verify(project, "--only=cuont")
     assert status == 2 and "'cuont'" in told and "count" in told
+
+
+def test_no_report_tells_where_its_clone_lay(repo_root):
+    reports = sorted((repo_root / "docs" / "verify").glob("*.json"))
+    assert reports
+    for report in reports:
+        assert not re.search(r"/[\w.-]+/\.cache/", report.read_text()), report.name
