@@ -92,7 +92,7 @@ SHAPES: dict[str, Shape] = {
     ),
     "small": Shape(
         layers=4, dim=256, heads=4, kv_heads=2, head_dim=64, ffn=768, vocab=4096, rows=8,
-        prompt=64, completion=192, micro_rows=4, logprob_chunk=2048, remat="dots", steps=6,
+        prompt=64, completion=192, micro_rows=2, logprob_chunk=2048, remat="dots", steps=6,
     ),
     "medium": Shape(
         layers=8, dim=512, heads=8, kv_heads=4, head_dim=64, ffn=1536, vocab=16384, rows=4,

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, PartitionSpec
 from jaxtyping import Array, Float, Int
 
+from skyrl_jax.rl.softmax import logprob_and_entropy, matmul_fp32
+
 
 class TokenStats(NamedTuple):
     """What a policy says about the tokens of a batch; entry t describes tokens[t].
@@ -57,7 +59,8 @@ def token_logprobs(
     chunk = min(chunk, n)
 
     def body(_: None, xs: tuple[Array, Array, Array]) -> tuple[None, tuple[Array, Array]]:
-        return None, _chunk_logprobs(*xs, head, entropy_gradient)
+        part, wanted, degrees = xs
+        return None, logprob_and_entropy(part, head, wanted, degrees, entropy_gradient)
 
     parts = (
         _chunks(hidden, chunk, 0),
@@ -66,32 +69,6 @@ def token_logprobs(
     )
     _, (logprobs, entropy) = jax.lax.scan(jax.checkpoint(body, prevent_cse=False), None, parts)
     return logprobs.reshape(-1)[:n], entropy.reshape(-1)[:n]
-
-
-def _chunk_logprobs(
-    hidden: Array, targets: Array, temperature: Array, head: Array, entropy_gradient: bool
-) -> tuple[Array, Array]:
-    logits = _logits(hidden, temperature, head)
-    logsumexp = jax.nn.logsumexp(logits, axis=-1)
-    # A comparison instead of a gather: it stays local when the vocabulary is sharded.
-    hit = targets[:, None] == jnp.arange(logits.shape[-1])
-    logprobs = jnp.sum(jnp.where(hit, logits, 0.0), axis=-1) - logsumexp
-    if not entropy_gradient:
-        logits, logsumexp = jax.lax.stop_gradient((logits, logsumexp))
-    probs = jnp.exp(logits - logsumexp[:, None])
-    return logprobs, logsumexp - jnp.sum(probs * logits, axis=-1)
-
-
-def _logits(hidden: Array, temperature: Array, head: Array) -> Array:
-    """Return fp32 hidden @ head / temperature."""
-    exact = hidden.dtype == jnp.float32
-    logits = jnp.matmul(
-        hidden,
-        head.astype(hidden.dtype),
-        precision=jax.lax.Precision.HIGHEST if exact else jax.lax.Precision.DEFAULT,
-        preferred_element_type=jnp.float32,
-    )
-    return logits / temperature[:, None]
 
 
 def vocab_parallel_logprobs(
@@ -192,7 +169,7 @@ def _shard_logprobs(
     """
     pmax: Any = jax.lax.pmax  # both ship no types
     psum: Any = jax.lax.psum
-    logits = _logits(hidden, temperature, head)
+    logits = matmul_fp32(hidden, head) / temperature[:, None]
     top = pmax(jnp.max(jax.lax.stop_gradient(logits), axis=-1), vocab)
     below = logits - top[:, None]
     exps = jnp.exp(below)
