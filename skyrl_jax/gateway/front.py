@@ -21,7 +21,7 @@ from aiohttp.http_exceptions import HttpProcessingError
 
 from skyrl_jax.gateway.calls import ChatRequest
 from skyrl_jax.gateway.dialects.anthropic import Anthropic
-from skyrl_jax.gateway.dialects.base import Dialect, TokenBytes, dumps
+from skyrl_jax.gateway.dialects.base import Dialect, TokenBytes, dumps, read_request
 from skyrl_jax.gateway.dialects.fields import read_json
 from skyrl_jax.gateway.dialects.openai_chat import OpenAIChat
 from skyrl_jax.gateway.dialects.openai_responses import OpenAIResponses
@@ -194,7 +194,7 @@ class Front:
 
     async def _converse(self, call: _Call, session: Session) -> web.StreamResponse:
         raw = await self._body(call.request)
-        chat = call.dialect.parse(read_json(raw), session.past)
+        chat = read_request(call.dialect, raw, session.memory(call.dialect))
         headers = call.request.headers
         aux = self._models.is_aux(chat.model) or headers.get(KIND_HEADER) == "aux"
         key = headers.get("Idempotency-Key", "")
@@ -227,8 +227,9 @@ class Front:
         return response
 
     async def _count_tokens(self, call: _Call, session: Session) -> web.StreamResponse:
-        body = read_json(await self._body(call.request))
-        chat = self._anthropic.parse_count(body)
+        raw = await self._body(call.request)
+        memory = session.memory(self._anthropic)
+        chat = self._anthropic.parse_count(read_json(raw, memory.bodies), memory)
         self._models.is_aux(chat.model)
         return await self._send(call, 200, {"input_tokens": session.count(chat)})
 

@@ -1,26 +1,27 @@
 """A client sends its whole history with every call; only what is new in it gets parsed.
 
-The raw messages (fresh objects each time, made of the request's JSON) are compared with those of
-earlier calls by ``==``, which runs at the speed of memcmp, and what is equal is the message that
-was parsed before: the same object, so that whoever compares messages next compares addresses.
+The raw messages are compared with those of earlier calls: by address where gateway/bodies.py read
+them, by value elsewhere. What is equal is the message that was parsed before: the same object, so
+that whoever compares messages next compares addresses too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from skyrl_jax.core.types import Message
 
-Raw = Mapping[str, Any]
+# One raw message, its place in the list, and the ids of all calls before it (it adds its own).
+Parse = Callable[[Any, int, set[str]], Sequence[Message]]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Parsed:
     """A history as it was sent, its messages, and how many of them stand before each raw one."""
 
-    raw: list[Raw]
+    raw: list[Any]
     messages: tuple[Message, ...]
     before: list[int]
 
@@ -30,27 +31,31 @@ class History:
 
     Args:
         parse: turns one raw message into messages (some dialects put several into one). It must
-            depend on that raw message alone.
+            depend on its three arguments alone.
         keep: how many histories are remembered (sub-agents take turns in one session).
 
-    Example: ``History(parse_chat).messages(body["messages"])``.
+    Example: ``History(read_message).messages(body["messages"])``.
     """
 
-    def __init__(self, parse: Callable[[Raw], Sequence[Message]], keep: int = 8) -> None:
+    def __init__(self, parse: Parse, keep: int = 4) -> None:
         self._parse = parse
         self._keep = keep
         self._known: list[_Parsed] = []  # the latest last
 
-    def messages(self, raw: Sequence[Raw]) -> tuple[Message, ...]:
-        """Return the messages of a history; whatever ``parse`` raises passes through."""
+    def messages(self, raw: Sequence[Any]) -> tuple[Message, ...]:
+        """Return the messages of a history.
+
+        Whatever ``parse`` raises passes through; nothing of that history is remembered then.
+        """
         raw = list(raw)
         known, shared = self._nearest(raw)
         start = known.before[shared]
         messages = list(known.messages[:start])
         before = known.before[:shared]
-        for item in raw[shared:]:
+        seen = {call.id for message in messages for call in message.tool_calls}
+        for index, item in enumerate(raw[shared:], shared):
             before.append(len(messages))
-            messages += self._parse(item)
+            messages += self._parse(item, index, seen)
         before.append(len(messages))
         # the old equals are kept, not the new ones: one copy of the text is enough
         made = _Parsed([*known.raw[:shared], *raw[shared:]], tuple(messages), before)
@@ -59,15 +64,11 @@ class History:
         self._known = [*self._known, made][-self._keep :]
         return made.messages
 
-    def _nearest(self, raw: list[Raw]) -> tuple[_Parsed, int]:
+    def _nearest(self, raw: list[Any]) -> tuple[_Parsed, int]:
         """Return the remembered history that agrees longest, and how far."""
         best, shared = _Parsed([], (), [0]), 0
         for known in reversed(self._known):
-            size = len(known.raw)
-            if size <= len(raw) and raw[:size] == known.raw:
-                count = size
-            else:
-                count = _agreeing(known.raw, raw)
+            count = _agreeing(known.raw, raw)
             if count > shared:
                 best, shared = known, count
             if shared == len(raw):
@@ -75,10 +76,30 @@ class History:
         return best, shared
 
 
-def _agreeing(ours: Sequence[Raw], theirs: Sequence[Raw]) -> int:
+def _agreeing(ours: Sequence[Any], theirs: Sequence[Any]) -> int:
     count = 0
     for one, other in zip(ours, theirs, strict=False):
-        if one != other:
+        if one is not other and not _alike(one, other):
             break
         count += 1
     return count
+
+
+def _alike(one: Any, other: Any) -> bool:
+    """Return whether two JSON values are the same. Python's 1 == True == 1.0 is not."""
+    try:
+        return _same(one, other)
+    except RecursionError:  # it will be parsed again, and refused where that is what it needs
+        return False
+
+
+def _same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(_same(one[name], other[name]) for name in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return bool(one == other)

@@ -11,11 +11,9 @@ recorded answer.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 import uuid
-from array import array
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -39,7 +37,10 @@ from skyrl_jax.gateway.calls import (
     evaluation_only,
 )
 from skyrl_jax.gateway.conversation import Conversation, Placement
+from skyrl_jax.gateway.dialects.base import Dialect
+from skyrl_jax.gateway.digests import Digests
 from skyrl_jax.gateway.flight import Flight
+from skyrl_jax.gateway.memory import Memory
 from skyrl_jax.gateway.parts import NOT_NAMED, Listener, Repeat, SessionParts
 from skyrl_jax.gateway.refusals import Cause, Refused
 
@@ -70,6 +71,8 @@ class Session:
         self._named: dict[str, tuple[bytes, Flight]] = {}
         self._draws: Counter[_Key] = Counter()  # answers that each call has got
         self._past: dict[str, tuple[Message, ...]] = {}
+        self._memories: dict[Dialect, Memory] = {}
+        self._digests = Digests()
         self._spent = Spent()
         self._faults: dict[_Key | None, HostError] = {}
         self._counts: Counter[str] = Counter()
@@ -117,9 +120,16 @@ class Session:
         self._check_open()
         return len(self._place(chat).prompt_ids)
 
-    def past(self, ident: str) -> tuple[Message, ...] | None:
-        """Return the history that ends with a kept answer."""
-        return self._past.get(ident)
+    def memory(self, dialect: Dialect) -> Memory:
+        """Return what is remembered of a dialect's requests, to read the next one by.
+
+        Raises:
+            Refused: closed.
+        """
+        self._check_open()
+        if dialect not in self._memories:  # the look-up is the dict's: no cycle holds a session
+            self._memories[dialect] = dialect.memory(self._past.get)
+        return self._memories[dialect]
 
     def note(self, name: str) -> None:
         """Count something that happened at this session's door."""
@@ -135,7 +145,7 @@ class Session:
         if repeat.key and (found := self._by_name(repeat)) is not None:
             return self._again(found)
         placement = self._place(chat)
-        key = (_digest(placement.prompt_ids), chat.max_tokens)
+        key = (self._digests.of(placement.prompt_ids), chat.max_tokens)
         flight = self._flights.get(key)
         if flight is not None and self._holds(flight, placement):
             self._again(flight)
@@ -352,8 +362,8 @@ class Session:
             lacking=self._lacking,
             asked={name: tuple(values) for name, values in self._asked.items()},
         )
-        self._flights, self._named, self._past = {}, {}, {}
-        del self._conversation, self._parts
+        self._flights, self._named, self._past, self._memories = {}, {}, {}, {}
+        del self._conversation, self._parts, self._digests
         return recorded
 
     def _check_open(self) -> None:
@@ -362,10 +372,6 @@ class Session:
 
     def _refuse_closed(self) -> Refused:
         return Refused(Cause.CLOSED, f"session {self.session_id!r} is closed")
-
-
-def _digest(ids: Sequence[int]) -> bytes:
-    return hashlib.blake2b(array("i", ids), digest_size=16).digest()
 
 
 def _with_call_ids(message: Message) -> Message:

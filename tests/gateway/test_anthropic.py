@@ -21,7 +21,7 @@ def body(*messages, **fields):
 
 
 def parse(value):
-    return DIALECT.parse(value, lambda _: None)
+    return DIALECT.parse(value, DIALECT.memory(lambda _: None))
 
 
 def test_a_history_is_read():

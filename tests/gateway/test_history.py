@@ -8,7 +8,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
-from skyrl_jax.core.types import Message
+from skyrl_jax.core.types import Message, ToolCall
 from skyrl_jax.gateway.history import History
 
 
@@ -18,7 +18,7 @@ class Spy:
     def __init__(self) -> None:
         self.parsed: list[dict] = []
 
-    def __call__(self, raw) -> list[Message]:
+    def __call__(self, raw, index=0, seen=()) -> list[Message]:
         self.parsed.append(raw)
         return [Message(role=raw["role"], content=part) for part in raw["parts"]]
 
@@ -83,6 +83,48 @@ def test_one_copy_of_the_text_is_kept() -> None:
     assert len(history._known) == 1 and history._known[0].raw[0] is first[0]
 
 
+def test_the_parser_is_told_the_place_and_the_calls_before_it() -> None:
+    told = []
+
+    def parse(item, index, seen):
+        told.append((index, set(seen)))
+        seen.update(item["calls"])
+        calls = tuple(ToolCall(name="f", arguments={}, id=ident) for ident in item["calls"])
+        return [Message(role="assistant", content="", tool_calls=calls)]
+
+    history = History(parse)
+    sent = [{"calls": ["a", "b"]}, {"calls": []}, {"calls": ["c"]}]
+    history.messages(sent)
+    assert told == [(0, set()), (1, {"a", "b"}), (2, {"a", "b"})]
+    told.clear()
+    history.messages([*fresh(sent), {"calls": []}])
+    history.messages([*fresh(sent[:2]), {"calls": ["d"]}])
+    assert told == [(3, {"a", "b", "c"}), (2, {"a", "b"})]
+
+
+def test_values_that_are_equal_in_python_alone_are_parsed_again() -> None:
+    spy = Spy()
+    history = History(spy)
+    for value in (1, True, 1.0, {"a": 1, "b": 2}, {"b": 2, "a": 1}, [1], (1,), "1"):
+        history.messages([{"role": "user", "parts": [], "x": value}])
+        history.messages([{"role": "user", "parts": [], "x": copy.deepcopy(value)}])
+    assert len(spy.parsed) == 8
+
+
+def test_what_is_nested_too_deep_to_compare_is_parsed_again() -> None:
+    def nested():
+        value = []
+        for _ in range(5000):
+            value = [value]
+        return value
+
+    spy = Spy()
+    history = History(spy)
+    for _ in range(2):
+        history.messages([{"role": "user", "parts": [], "x": nested()}])
+    assert len(spy.parsed) == 2
+
+
 @given(st.lists(st.lists(st.integers(0, 2), max_size=6), max_size=8), st.integers(1, 3))
 def test_it_equals_parsing_everything(histories, keep) -> None:
     history = History(Spy(), keep=keep)
@@ -93,7 +135,7 @@ def test_it_equals_parsing_everything(histories, keep) -> None:
 
 
 def test_what_the_parser_raises_passes_through_and_leaves_no_trace() -> None:
-    def parse(item):
+    def parse(item, index, seen):
         if item["role"] == "bad":
             raise ValueError("bad role")
         return Spy()(item)

@@ -21,7 +21,7 @@ CALLED = {
 
 
 def parse(body):
-    return CHAT.parse(body, lambda ident: None)
+    return CHAT.parse(body, CHAT.memory(lambda ident: None))
 
 
 def refusal(body):

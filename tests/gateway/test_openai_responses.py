@@ -18,7 +18,8 @@ TOOL = {"type": "function", "name": "bash", "parameters": {"type": "object"}, "s
 
 
 def parse(value, past=None, **fields):
-    return DIALECT.parse({"model": "policy", "input": value, **fields}, past or (lambda _: None))
+    memory = DIALECT.memory(past or (lambda _: None))
+    return DIALECT.parse({"model": "policy", "input": value, **fields}, memory)
 
 
 def test_a_text_is_one_user_message():

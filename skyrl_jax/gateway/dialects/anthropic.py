@@ -11,9 +11,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from skyrl_jax.core.types import Message, ToolCall, ToolDef
+from skyrl_jax.gateway.bodies import Bodies
 from skyrl_jax.gateway.calls import Answer, ChatRequest
 from skyrl_jax.gateway.dialects import fields
-from skyrl_jax.gateway.dialects.base import Past, dumps, event, pieces
+from skyrl_jax.gateway.dialects.base import dumps, event, pieces
+from skyrl_jax.gateway.history import History
+from skyrl_jax.gateway.memory import Memory, Past
 from skyrl_jax.gateway.refusals import STATUS, Cause, Refused, invalid, unsupported
 
 _TYPES = {
@@ -35,25 +38,28 @@ class Anthropic:
 
     keep_alive = event({"type": "ping"}, "ping")
 
-    def parse(self, body: Mapping[str, Any], past: Past) -> ChatRequest:
+    def memory(self, past: Past) -> Memory:
+        """Return an empty memory for a session; bodies of count_tokens share it."""
+        return Memory(Bodies("messages"), History(_message), past)
+
+    def parse(self, body: Mapping[str, Any], memory: Memory) -> ChatRequest:
         """Read a body; ``max_tokens`` is required, as with Anthropic."""
-        del past
         limit = fields.whole(body, "max_tokens", 1)
         if limit is None:
             raise invalid("max_tokens: Field required", "max_tokens")
-        return self._read(body, limit)
+        return self._read(body, memory, limit)
 
-    def parse_count(self, body: Mapping[str, Any]) -> ChatRequest:
+    def parse_count(self, body: Mapping[str, Any], memory: Memory) -> ChatRequest:
         """Read a body of count_tokens."""
-        return self._read(body, None)
+        return self._read(body, memory, None)
 
-    def _read(self, body: Mapping[str, Any], limit: int | None) -> ChatRequest:
+    def _read(self, body: Mapping[str, Any], memory: Memory, limit: int | None) -> ChatRequest:
         system = fields.text(body.get("system"), "system")
         opening = (Message(role="system", content=system),) if system else ()
         thinking = body.get("thinking")
         shown = isinstance(thinking, dict) and thinking.get("type") in ("enabled", "adaptive")
         return ChatRequest(
-            messages=(*opening, *_messages(fields.items(body, "messages"))),
+            messages=(*opening, *_messages(fields.items(body, "messages"), memory.history)),
             tools=_tools(body),
             model=fields.required(body, "model", str),
             max_tokens=limit,
@@ -191,26 +197,26 @@ def _tools(body: Mapping[str, Any]) -> tuple[ToolDef, ...]:
     return tuple(read)
 
 
-def _messages(raw: list[Mapping[str, Any]]) -> tuple[Message, ...]:
+def _messages(raw: list[Mapping[str, Any]], history: History) -> tuple[Message, ...]:
     if not raw:
         raise invalid("messages: at least one message is required", "messages")
-    seen: set[str] = set()
-    read: list[Message] = []
-    for index, item in enumerate(raw):
-        where = f"messages.{index}"
-        role = fields.required(item, "role", str, f"{where}.")
-        if role == "assistant":
-            read.append(_assistant(item.get("content"), f"{where}.content", seen))
-        elif role == "user":
-            read += _user(item.get("content"), f"{where}.content", seen)
-        else:
-            raise invalid(
-                f'{where}: Unexpected role "{role}". Allowed roles are "user" or "assistant"; the '
-                "system prompt is the top-level system",
-                f"{where}.role",
-            )
+    read = history.messages(raw)
     fields.check_last(raw[-1]["role"], f"messages.{len(raw) - 1}")
-    return tuple(read)
+    return read
+
+
+def _message(item: Mapping[str, Any], index: int, seen: set[str]) -> list[Message]:
+    where = f"messages.{index}"
+    role = fields.required(item, "role", str, f"{where}.")
+    if role == "assistant":
+        return [_assistant(item.get("content"), f"{where}.content", seen)]
+    if role == "user":
+        return _user(item.get("content"), f"{where}.content", seen)
+    raise invalid(
+        f'{where}: Unexpected role "{role}". Allowed roles are "user" or "assistant"; the '
+        "system prompt is the top-level system",
+        f"{where}.role",
+    )
 
 
 def _content(content: Any, where: str) -> list[Mapping[str, Any]]:

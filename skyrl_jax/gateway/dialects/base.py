@@ -6,12 +6,11 @@ import json
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Protocol
 
-from skyrl_jax.core.types import Message
 from skyrl_jax.gateway.calls import Answer, ChatRequest
+from skyrl_jax.gateway.dialects.fields import read_json
+from skyrl_jax.gateway.memory import Memory, Past
 from skyrl_jax.gateway.refusals import Refused
 
-# Named answer -> the history that a request can continue by naming it; None where not kept.
-Past = Callable[[str], tuple[Message, ...] | None]
 # Token id -> its bytes.
 TokenBytes = Callable[[int], bytes]
 
@@ -23,7 +22,11 @@ class Dialect(Protocol):
 
     keep_alive: bytes  # what a stream sends while there is nothing to say
 
-    def parse(self, body: Mapping[str, Any], past: Past) -> ChatRequest:
+    def memory(self, past: Past) -> Memory:
+        """Return an empty memory for a session."""
+        ...
+
+    def parse(self, body: Mapping[str, Any], memory: Memory) -> ChatRequest:
         """Read a body.
 
         Raises:
@@ -46,6 +49,15 @@ class Dialect(Protocol):
     def late_error(self, refused: Refused, request_id: str) -> bytes:
         """Write a refusal into a stream that has begun."""
         ...
+
+
+def read_request(dialect: Dialect, raw: bytes, memory: Memory) -> ChatRequest:
+    """Read a request as it arrived.
+
+    Raises:
+        Refused: it is no JSON object, or none that the dialect can serve.
+    """
+    return dialect.parse(read_json(raw, memory.bodies), memory)
 
 
 def dumps(value: Any) -> bytes:

@@ -3,44 +3,30 @@
 from __future__ import annotations
 
 import json
-import math
-import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from skyrl_jax.core.types import ToolCall
+from skyrl_jax.gateway.bodies import Bodies
 from skyrl_jax.gateway.refusals import Cause, Refused, invalid, unsupported
+from skyrl_jax.gateway.strict import DECODER, decode
 
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _LARGEST = 2**31
 
 
-def _no_number(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
-
-
-def _finite(text: str) -> float:
-    value = float(text)
-    if math.isinf(value):
-        raise ValueError(f"{text} is too large a number")
-    return value
-
-
-# NaN and Infinity are Python's extension of JSON: no other client could read them again
-_DECODER = json.JSONDecoder(parse_constant=_no_number, parse_float=_finite)
-
-
-def read_json(raw: bytes) -> dict[str, Any]:
+def read_json(raw: bytes, bodies: Bodies | None = None) -> dict[str, Any]:
     """Parse a body that must be a JSON object.
+
+    Args:
+        raw: as it arrived.
+        bodies: earlier ones of the session; the result is the same, what they had is not decoded.
 
     Raises:
         Refused: it is no UTF-8, no JSON (NaN and Infinity are none), no object, nested too deep, or
             a string in it is no text (half of a surrogate pair): no tokenizer could take it.
     """
     try:
-        body = _DECODER.decode(raw.decode("utf-8"))
-        if _SURROGATE.search(raw):
-            json.dumps(body, ensure_ascii=False).encode("utf-8")
+        body = decode(raw) if bodies is None else bodies.read(raw)
     except RecursionError:
         raise Refused(Cause.MALFORMED, "the body is nested too deeply") from None
     except ValueError as error:  # UnicodeError is one too
@@ -56,7 +42,7 @@ def parse_arguments(text: Any, param: str) -> dict[str, Any]:
         return {}
     if isinstance(text, str):
         try:
-            value = _DECODER.decode(text)
+            value = DECODER.decode(text)
         except (ValueError, RecursionError):
             raise invalid(f"{param} must be the text of a JSON object", param) from None
         if isinstance(value, dict):

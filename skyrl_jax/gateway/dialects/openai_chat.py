@@ -10,9 +10,12 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from skyrl_jax.core.types import Message, ToolCall
+from skyrl_jax.gateway.bodies import Bodies
 from skyrl_jax.gateway.calls import Answer, ChatRequest
 from skyrl_jax.gateway.dialects import fields, openai
-from skyrl_jax.gateway.dialects.base import Past, TokenBytes, event, pieces
+from skyrl_jax.gateway.dialects.base import TokenBytes, event, pieces
+from skyrl_jax.gateway.history import History
+from skyrl_jax.gateway.memory import Memory, Past
 from skyrl_jax.gateway.refusals import Refused, invalid, unsupported
 
 _ROLES = {"system": "system", "developer": "system", "user": "user"}
@@ -31,9 +34,12 @@ class OpenAIChat:
         """Keep the tokenizer's half."""
         self._token_bytes = token_bytes
 
-    def parse(self, body: Mapping[str, Any], past: Past) -> ChatRequest:
+    def memory(self, past: Past) -> Memory:
+        """Return an empty memory for a session."""
+        return Memory(Bodies("messages"), History(read_message), past)
+
+    def parse(self, body: Mapping[str, Any], memory: Memory) -> ChatRequest:
         """Read a body; roles function and audio, images and n > 1 are refused."""
-        del past
         fields.only_one(body)
         openai.refuse_alternatives(body)
         for old in ("functions", "function_call"):
@@ -44,7 +50,7 @@ class OpenAIChat:
             raise invalid("stream_options must be an object", "stream_options")
         limits = [fields.whole(body, name, 1) for name in ("max_completion_tokens", "max_tokens")]
         return ChatRequest(
-            messages=read_messages(fields.items(body, "messages")),
+            messages=_messages(fields.items(body, "messages"), memory.history),
             tools=openai.tools(body, nested=True),
             model=fields.required(body, "model", str),
             max_tokens=min((limit for limit in limits if limit is not None), default=None),
@@ -114,14 +120,17 @@ class OpenAIChat:
         return {"content": content, "refusal": None}
 
 
-def read_messages(raw: list[Mapping[str, Any]]) -> tuple[Message, ...]:
-    """Read chat messages; a tool message must answer a call before it."""
+def _messages(raw: list[Mapping[str, Any]], history: History) -> tuple[Message, ...]:
     if not raw:
         raise invalid("messages must be a list of at least one message", "messages")
-    seen: set[str] = set()
-    read = [_message(item, f"messages[{index}]", seen) for index, item in enumerate(raw)]
+    read = history.messages(raw)
     fields.check_last(read[-1].role, f"messages[{len(raw) - 1}]")
-    return tuple(read)
+    return read
+
+
+def read_message(item: Mapping[str, Any], index: int, seen: set[str]) -> tuple[Message, ...]:
+    """Read a chat message; a tool message must answer a call before it (see History)."""
+    return (_message(item, f"messages[{index}]", seen),)
 
 
 def _message(item: Mapping[str, Any], where: str, seen: set[str]) -> Message:

@@ -6,14 +6,17 @@ of items (reasoning, message, function calls); here it is one Message.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from skyrl_jax.core.types import Message, ToolCall
+from skyrl_jax.gateway.bodies import Bodies
 from skyrl_jax.gateway.calls import Answer, ChatRequest
 from skyrl_jax.gateway.dialects import fields, openai
-from skyrl_jax.gateway.dialects.base import Past, TokenBytes, event, pieces
+from skyrl_jax.gateway.dialects.base import TokenBytes, event, pieces
+from skyrl_jax.gateway.history import History
+from skyrl_jax.gateway.memory import Memory, Past
 from skyrl_jax.gateway.refusals import Cause, Refused, invalid, unsupported
 
 _TEXTS = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
@@ -36,14 +39,18 @@ class OpenAIResponses:
         """Keep the tokenizer's half."""
         self._token_bytes = token_bytes
 
-    def parse(self, body: Mapping[str, Any], past: Past) -> ChatRequest:
+    def memory(self, past: Past) -> Memory:
+        """Return an empty memory for a session."""
+        return Memory(Bodies("input"), History(_read_run), past)
+
+    def parse(self, body: Mapping[str, Any], memory: Memory) -> ChatRequest:
         """Read a body; instructions come first and are not carried on, as with OpenAI."""
         for name in _NOT_HERE:
             if body.get(name):
                 raise unsupported(f"{name} is not served here", name)
         openai.refuse_alternatives(body)
-        before = _before(body, past)
-        history = (*before, *_Reader(before).read(body.get("input")))
+        before = _before(body, memory.past)
+        history = (*before, *_input(body.get("input"), before, memory.history))
         if not history:
             raise invalid("input must be a text or a list of items", "input")
         fields.check_last(history[-1].role, "input")
@@ -247,29 +254,63 @@ def _asked(body: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
+_Run = tuple[int, list[Mapping[str, Any]]]
+
+
+def _input(value: Any, before: tuple[Message, ...], history: History) -> Sequence[Message]:
+    """Return the messages of ``input``, which follow ``before``."""
+    if isinstance(value, str):
+        return [Message(role="user", content=value)]
+    runs = _runs(fields.items({"input": value}, "input"))
+    if not before:
+        return history.messages(runs)
+    # what the ids of calls before it allow is no matter of the input alone: nothing is remembered
+    seen = {call.id for message in before for call in message.tool_calls}
+    return [message for number, run in enumerate(runs) for message in _read_run(run, number, seen)]
+
+
+def _runs(items: list[Mapping[str, Any]]) -> list[_Run]:
+    """Part the items into those that are read together: (place of the first, items)."""
+    runs: list[_Run] = []
+    open_run = False
+    for index, item in enumerate(items):
+        assistants = item.get("type") in ("reasoning", "function_call")
+        assistants = assistants or item.get("role") == "assistant"
+        if assistants and open_run:
+            runs[-1][1].append(item)
+        else:
+            runs.append((index, [item]))
+        open_run = assistants
+    return runs
+
+
+def _read_run(run: _Run, number: int, seen: set[str]) -> list[Message]:
+    """Read a run of the assistant's items, or one item of another."""
+    del number
+    reader = _Reader(seen)
+    for index, item in enumerate(run[1], run[0]):
+        reader.add(item, f"input[{index}]")
+    return reader.end()
+
+
 @dataclass(slots=True)
 class _Reader:
-    """Reads input items; a run of the assistant's items becomes one message."""
+    """Reads input items; the assistant's items of one turn become one message."""
 
-    before: tuple[Message, ...]
+    seen: set[str]
     messages: list[Message] = field(default_factory=list)
-    seen: set[str] = field(default_factory=set)
     # the assistant's turn that is being gathered
     reasoning: str | None = None
     content: str | None = None
     calls: list[ToolCall] = field(default_factory=list)
 
-    def read(self, value: Any) -> list[Message]:
-        """Return the messages of ``input``."""
-        if isinstance(value, str):
-            return [Message(role="user", content=value)]
-        self.seen = {call.id for message in self.before for call in message.tool_calls}
-        for index, item in enumerate(fields.items({"input": value}, "input")):
-            self._item(item, f"input[{index}]")
+    def end(self) -> list[Message]:
+        """Return the messages."""
         self._flush()
         return self.messages
 
-    def _item(self, item: Mapping[str, Any], where: str) -> None:
+    def add(self, item: Mapping[str, Any], where: str) -> None:
+        """Read the next item."""
         kind = item.get("type", "message")
         if kind == "message":
             self._message(item, where)
