@@ -6,13 +6,15 @@ python launchers/plan.py --config=configs/swe.py:qwen3_8b --topology=v5e:4x4
 
 The job's own train step is compiled for the topology (a minute or two). Rows are per micro-batch
 over the whole mesh. --search takes a kind of chip (--topology=v5p) and finds its smallest slice.
---json prints one object last. Exit code: 0 it fits, 1 it does not, 2 something is wrong.
+--json prints one object last, of a plan; what is refused has none.
+Exit code: 0 it fits, 1 it does not, 2 something is wrong (also a search that had no time to say).
 Meshes of GPUs (--topology=gpu:8xH100-80GB) are estimated. How to read it: docs/scaling.md.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from pathlib import Path
@@ -82,6 +84,8 @@ def _plan(config: RunConfig) -> Summary:
 
 def _search(config: RunConfig) -> Summary:
     """Try topologies and meshes until one fits; ``{"fits": False}`` where none does."""
+    if not 0 < _LIMIT_S.value < math.inf:
+        raise ConfigError(f"--limit_s={_LIMIT_S.value:g}: give the search a number of seconds")
     if _MESH.value:
         raise ConfigError("--search chooses the mesh: leave --mesh out")
     topologies = list(ladder(_TOPOLOGY.value))

@@ -9,46 +9,47 @@ from skyrl_jax.core.config import RunConfig, flatten_config
 from skyrl_jax.core.errors import ConfigError
 
 _INF = float("inf")
+_MOST = 2**31 - 1  # sizes and indices are int32 on a device
 _TINY = 1e-12  # stands for "above 0"
 # Lowest and highest sensible value of every number; the tests ask that none is forgotten.
 RANGES: dict[str, tuple[float, float]] = {
-    "seed": (0, 2**31 - 1),
-    "model.vocab_size": (256, _INF),
-    "model.hidden_size": (1, _INF),
-    "model.num_layers": (1, _INF),
-    "model.num_heads": (1, _INF),
-    "model.num_kv_heads": (1, _INF),
-    "model.head_dim": (2, _INF),
-    "model.intermediate_size": (1, _INF),
+    "seed": (0, _MOST),
+    "model.vocab_size": (256, _MOST),
+    "model.hidden_size": (1, _MOST),
+    "model.num_layers": (1, 1024),
+    "model.num_heads": (1, _MOST),
+    "model.num_kv_heads": (1, _MOST),
+    "model.head_dim": (2, _MOST),
+    "model.intermediate_size": (1, _MOST),
     "model.rope_theta": (1, _INF),
     "model.rms_norm_eps": (_TINY, 1),
-    "model.max_position": (1, _INF),
+    "model.max_position": (1, _MOST),
     "model.rope_factor": (1, _INF),
     "model.rope_low_freq_factor": (_TINY, _INF),
     "model.rope_high_freq_factor": (_TINY, _INF),
-    "model.rope_original_position": (0, _INF),
-    "model.num_experts": (0, _INF),
-    "model.experts_per_token": (0, _INF),
-    "model.moe_intermediate_size": (0, _INF),
-    "mesh.data": (-1, _INF),
-    "mesh.fsdp": (-1, _INF),
-    "mesh.tensor": (-1, _INF),
-    "mesh.context": (-1, _INF),
-    "mesh.expert": (-1, _INF),
+    "model.rope_original_position": (0, _MOST),
+    "model.num_experts": (0, _MOST),
+    "model.experts_per_token": (0, _MOST),
+    "model.moe_intermediate_size": (0, _MOST),
+    "mesh.data": (-1, _MOST),
+    "mesh.fsdp": (-1, _MOST),
+    "mesh.tensor": (-1, _MOST),
+    "mesh.context": (-1, _MOST),
+    "mesh.expert": (-1, _MOST),
     "learner.lr": (0, 1),
-    "learner.warmup_steps": (0, _INF),
-    "learner.decay_steps": (0, _INF),
+    "learner.warmup_steps": (0, _MOST),
+    "learner.decay_steps": (0, _MOST),
     "learner.min_lr_fraction": (0, 1),
     "learner.weight_decay": (0, 1),
     "learner.beta1": (0, 0.999999),
     "learner.beta2": (0, 0.999999),
     "learner.max_grad_norm": (0, _INF),  # 0 = no clip
-    "learner.row_length": (1, _INF),
-    "learner.micro_rows": (1, _INF),
-    "learner.updates_per_batch": (1, _INF),
-    "learner.epochs_per_batch": (1, _INF),
-    "learner.logprob_chunk": (1, _INF),
-    "learner.lora_rank": (0, _INF),
+    "learner.row_length": (1, _MOST),
+    "learner.micro_rows": (1, _MOST),
+    "learner.updates_per_batch": (1, _MOST),
+    "learner.epochs_per_batch": (1, _MOST),
+    "learner.logprob_chunk": (1, _MOST),
+    "learner.lora_rank": (0, _MOST),
     "learner.lora_alpha": (_TINY, _INF),
     "objective.clip_low": (0, 1),
     "objective.clip_high": (0, _INF),
@@ -57,63 +58,63 @@ RANGES: dict[str, tuple[float, float]] = {
     "objective.entropy_coef": (0, _INF),
     "objective.balance_coef": (0, _INF),
     "objective.reduction_norm": (0, _INF),
-    "rollout.tasks_per_step": (1, _INF),
-    "rollout.samples_per_task": (2, _INF),
+    "rollout.tasks_per_step": (1, _MOST),
+    "rollout.samples_per_task": (2, _MOST),
     "rollout.revisit_fraction": (0, 1),
     "rollout.temperature": (_TINY, 100),
     "rollout.top_p": (_TINY, 1),
-    "rollout.top_k": (-1, _INF),
-    "rollout.max_turns": (1, _INF),
-    "rollout.max_prompt_tokens": (1, _INF),
-    "rollout.max_new_tokens": (1, _INF),
-    "rollout.max_episode_tokens": (2, _INF),
-    "rollout.live_sandboxes": (1, _INF),
-    "rollout.init_concurrency": (1, _INF),
-    "rollout.grade_concurrency": (1, _INF),
+    "rollout.top_k": (-1, _MOST),
+    "rollout.max_turns": (1, _MOST),
+    "rollout.max_prompt_tokens": (1, _MOST),
+    "rollout.max_new_tokens": (1, _MOST),
+    "rollout.max_episode_tokens": (2, _MOST),
+    "rollout.live_sandboxes": (1, _MOST),
+    "rollout.init_concurrency": (1, _MOST),
+    "rollout.grade_concurrency": (1, _MOST),
     "rollout.init_timeout_s": (1, _INF),
     "rollout.run_timeout_s": (1, _INF),
     "rollout.grade_timeout_s": (1, _INF),
-    "rollout.breaker": (1, _INF),
-    "agent.observation_tokens": (1, _INF),
-    "engine.slots": (1, _INF),
-    "engine.max_context": (2, _INF),
-    "engine.prefill_chunk": (1, _INF),
-    "engine.prefill_rows": (1, _INF),
-    "engine.decode_steps": (1, _INF),
+    "rollout.breaker": (1, _MOST),
+    "agent.observation_tokens": (1, _MOST),
+    "engine.slots": (1, _MOST),
+    "engine.max_context": (2, _MOST),
+    "engine.prefill_chunk": (1, _MOST),
+    "engine.prefill_rows": (1, _MOST),
+    "engine.decode_steps": (1, _MOST),
     "engine.request_timeout_s": (0.1, _INF),
     "engine.start_timeout_s": (1, _INF),
     "sandbox.cpus": (0.01, _INF),
-    "sandbox.memory_mb": (16, _INF),
-    "sandbox.pids": (4, _INF),
-    "sandbox.disk_mb": (1, _INF),
+    "sandbox.memory_mb": (16, _MOST),
+    "sandbox.pids": (4, _MOST),
+    "sandbox.disk_mb": (1, _MOST),
     "sandbox.command_timeout_s": (0.1, _INF),
     "sandbox.lifetime_s": (1, _INF),
-    "tasks.train": (1, _INF),
-    "tasks.heldout": (0, _INF),
-    "tasks.unseen": (0, _INF),
-    "tasks.templates": (0, _INF),
-    "tasks.seed": (0, _INF),
-    "sft.max_steps": (0, _INF),
+    "tasks.train": (1, _MOST),
+    "tasks.heldout": (0, _MOST),
+    "tasks.unseen": (0, _MOST),
+    "tasks.templates": (0, _MOST),
+    "tasks.seed": (0, _MOST),
+    "sft.max_steps": (0, _MOST),
     "sft.lr": (0, 1),
-    "sft.warmup_steps": (0, _INF),
-    "sft.batch_size": (4, _INF),
-    "sft.played": (1, _INF),
-    "sft.openings": (1, _INF),
-    "sft.rewrite_steps": (0, _INF),
+    "sft.warmup_steps": (0, _MOST),
+    "sft.batch_size": (4, _MOST),
+    "sft.played": (1, _MOST),
+    "sft.openings": (1, _MOST),
+    "sft.rewrite_steps": (0, _MOST),
     "sft.prompt_loss_weight": (0, 1),
     "sft.target_success": (0, 1),
-    "sft.probe_from": (1, _INF),
-    "sft.probe_every": (1, _INF),
-    "sft.probe_episodes": (1, _INF),
-    "eval.every": (0, _INF),
-    "eval.episodes": (0, _INF),
-    "eval.unseen_episodes": (0, _INF),
+    "sft.probe_from": (1, _MOST),
+    "sft.probe_every": (1, _MOST),
+    "sft.probe_episodes": (1, _MOST),
+    "eval.every": (0, _MOST),
+    "eval.episodes": (0, _MOST),
+    "eval.unseen_episodes": (0, _MOST),
     "eval.temperature": (0, 100),
-    "train.steps": (0, _INF),
+    "train.steps": (0, _MOST),
     "train.time_limit_s": (0, _INF),
-    "train.checkpoint_every": (1, _INF),
-    "train.keep_checkpoints": (1, _INF),
-    "train.keep_weight_versions": (1, _INF),
+    "train.checkpoint_every": (1, _MOST),
+    "train.keep_checkpoints": (1, _MOST),
+    "train.keep_weight_versions": (1, _MOST),
 }
 _REASONS = ("turns", "context", "time", "loop", "agent")  # of truncation; "agent:<cause>" too
 _CHOICES = {
@@ -159,9 +160,10 @@ def _check_ranges(config: RunConfig) -> None:
     flat = flatten_config(config)
     for path, (low, high) in RANGES.items():
         if not low <= flat[path] <= high:
-            limit = f"at least {low:g}" if high == _INF else f"between {low:g} and {high:g}"
+            open_ended = high == _INF or (high == _MOST and flat[path] < low)
+            limit = f"at least {low:g}" if open_ended else f"between {low:g} and {high:.10g}"
             extra = ": group statistics need 2 samples" if path.endswith("samples_per_task") else ""
-            raise ConfigError(f"{path} must be {limit}, got {flat[path]:g}{extra}")
+            raise ConfigError(f"{path} must be {limit}, got {flat[path]:.10g}{extra}")
 
 
 def _check_sampling(config: RunConfig) -> None:
@@ -174,8 +176,23 @@ def _check_sampling(config: RunConfig) -> None:
         )
 
 
+def check_micro_batch(rows: int, tokens: int) -> None:
+    """Refuse a micro-batch whose tokens a device could not number.
+
+    Raises:
+        ConfigError: names both sizes and how many tokens there may be.
+    """
+    if rows * tokens > _MOST:
+        raise ConfigError(
+            f"learner.micro_rows = {rows} rows of learner.row_length = {tokens} tokens are "
+            f"{rows * tokens:.3g} tokens in a micro-batch; there may be {_MOST}, and memory for "
+            "far fewer"
+        )
+
+
 def _check_lengths(config: RunConfig) -> None:
     r, m = config.rollout, config.model
+    check_micro_batch(config.learner.micro_rows, config.learner.row_length)
     if config.learner.row_length < r.max_episode_tokens:
         raise ConfigError(
             f"learner.row_length = {config.learner.row_length} is shorter than "

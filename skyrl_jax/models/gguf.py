@@ -20,7 +20,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,13 +172,12 @@ def _head_dim(file: GgufFile, sizes: dict[str, int]) -> int:
 
 
 def _params(file: GgufFile, cfg: ModelConfig) -> dict[str, Any]:
-    table = hf_table(cfg)
-    _check_tensors(file, table)
+    _check_tensors(file, hf_table(cfg))
     params = {
         group: {name: np.empty(shape, np.float32) for name, shape in leaves.items()}
         for group, leaves in param_shapes(cfg).items()
     }
-    for tensor in table:
+    for tensor in hf_table(cfg):
         group, name = tensor.leaf
         array = _dequantised(file, _name(tensor)).reshape(tensor.shape)
         if name in ("q", "k"):
@@ -191,7 +190,7 @@ def _name(tensor: HfTensor) -> str:
     return _NAMES[tensor.leaf].format(*tensor.index)
 
 
-def _check_tensors(file: GgufFile, table: list[HfTensor]) -> None:
+def _check_tensors(file: GgufFile, table: Iterable[HfTensor]) -> None:
     left = set(file.tensors)
     for tensor in table:
         name = _name(tensor)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +114,7 @@ def _size(params: Any, tensor: HfTensor) -> int:
     return int(np.prod(tensor.shape, dtype=np.int64)) * _dtype(params, tensor).itemsize
 
 
-def _shards(table: Sequence[HfTensor], params: Any, limit: int) -> list[list[HfTensor]]:
+def _shards(table: Iterable[HfTensor], params: Any, limit: int) -> list[list[HfTensor]]:
     """Cut the table into runs of at most ``limit`` bytes."""
     shards: list[list[HfTensor]] = [[]]
     filled = 0

@@ -209,6 +209,11 @@ def _rope_from_hf(values: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(given, Mapping):
         raise ConfigError(f"config.json key {key!r} must be an object, got {given!r}")
     theta = values.get("rope_theta", given.get("rope_theta"))
+    if "rope_theta" in given and theta != given["rope_theta"]:
+        raise ConfigError(
+            f"config.json has rope_theta {theta!r} and {key}.rope_theta {given['rope_theta']!r}; "
+            "leave one of them out"
+        )
     fields: dict[str, Any] = {"rope_theta": _value({"rope_theta": theta}, "rope_theta", float)}
     kind = given.get("rope_type", given.get("type"))
     if kind == "default" or not set(given) - {"rope_theta"}:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -110,10 +110,9 @@ class Reader:
 
     def __init__(self, directory: str | os.PathLike[str], cfg: ModelConfig) -> None:
         self._stored = stored_tensors(directory)
-        table = hf_table(cfg)
-        check_tensors(directory, cfg, table, self._stored)
+        check_tensors(directory, cfg, hf_table(cfg), self._stored)
         self._of_leaf: dict[Leaf, list[HfTensor]] = {}
-        for tensor in table:
+        for tensor in hf_table(cfg):
             self._of_leaf.setdefault(tensor.leaf, []).append(tensor)
         self._open: dict[Path, Any] = {}
         self._touched = 0
@@ -215,7 +214,7 @@ def stored_tensors(directory: str | os.PathLike[str]) -> dict[str, Stored]:
 def check_tensors(
     directory: str | os.PathLike[str],
     cfg: ModelConfig,
-    table: list[HfTensor],
+    table: Iterable[HfTensor],
     stored: Mapping[str, Stored],
 ) -> None:
     """Refuse a folder whose tensors are not exactly those of the model.
@@ -273,8 +272,8 @@ def _files(directory: Path) -> list[Path]:
             f"cannot read {index}: {error!r}; it must hold {{'weight_map': {{tensor: file}}}}"
         ) from error
     for name in sorted(names):
-        if not (directory / name).is_file():
-            raise WeightsError(f"{directory} lacks file {name!r}, which {INDEX} names")
+        if not os.path.isfile(directory / name):  # Path.is_file raises where a name is too long
+            raise WeightsError(f"{directory} lacks file {name[:200]!r}, which {INDEX} names")
     return [directory / name for name in sorted(names)]
 
 

@@ -59,18 +59,20 @@ class HfTensor(NamedTuple):
     shape: tuple[int, ...]  # in the file
 
 
-def hf_table(cfg: ModelConfig) -> list[HfTensor]:
-    """Return every tensor of a model, layer by layer."""
+def hf_table(cfg: ModelConfig) -> Iterator[HfTensor]:
+    """Yield every tensor of a model, layer by layer.
+
+    A config of a billion layers must end at the first that no file holds, not fill the memory.
+    """
     v, d = cfg.vocab_size, cfg.hidden_size
-    table = [HfTensor("model.embed_tokens.weight", ("embed", "embedding"), (), False, (v, d))]
+    yield HfTensor("model.embed_tokens.weight", ("embed", "embedding"), (), False, (v, d))
     shapes = layer_shapes(cfg)
     for layer in range(cfg.num_layers):
         for leaf, shape in shapes.items():
-            table += _of_layer(layer, leaf, shape)
-    table.append(HfTensor("model.norm.weight", ("final_norm", "scale"), (), False, (d,)))
+            yield from _of_layer(layer, leaf, shape)
+    yield HfTensor("model.norm.weight", ("final_norm", "scale"), (), False, (d,))
     if not cfg.tie_embeddings:
-        table.append(HfTensor("lm_head.weight", ("lm_head", "kernel"), (), True, (v, d)))
-    return table
+        yield HfTensor("lm_head.weight", ("lm_head", "kernel"), (), True, (v, d))
 
 
 def _of_layer(layer: int, leaf: str, shape: tuple[int, ...]) -> Iterator[HfTensor]:

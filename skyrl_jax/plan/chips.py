@@ -202,7 +202,8 @@ def ladder(text: str) -> Iterator[Topology]:
 def _parse_gpus(text: str, shape: str) -> Topology:
     found = re.fullmatch(r"([1-9]\d*)x(.+)", shape)
     if not found:
-        raise ConfigError(f"topology {text!r}: write the number of GPUs, e.g. gpu:8x{shape}")
+        name = re.sub(r"^0*x", "", shape) or _GPUS[0].name
+        raise ConfigError(f"topology {text!r}: write the number of GPUs, e.g. gpu:8x{name}")
     chip = _find_gpu(found[2], text)
     return Topology(text=text, chip=chip, num_chips=int(found[1]))
 

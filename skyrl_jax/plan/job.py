@@ -17,6 +17,7 @@ from skyrl_jax.core.config import (
     RunConfig,
 )
 from skyrl_jax.core.errors import ConfigError
+from skyrl_jax.core.validate import check_micro_batch
 from skyrl_jax.plan.chips import Topology
 from skyrl_jax.plan.hlo import Collective
 
@@ -184,16 +185,17 @@ def check_job(job: PlanJob) -> dict[str, int]:
     """Return the job's mesh, every axis with its size.
 
     Raises:
-        ConfigError: adapters are trained, or the mesh does not divide the devices, the rows or the
-            tokens: then the job would run (XLA copies what does not divide), but each device
-            would do the work of all.
+        ConfigError: adapters are trained, a micro-batch is too large, or the mesh does not divide
+            the devices, the rows or the tokens: then the job would run (XLA copies what does not
+            divide), but each device would do the work of all.
     """
     if job.learner.lora_rank:
         raise ConfigError(
             f"learner.lora_rank = {job.learner.lora_rank}: a plan is of training in full; use 0"
         )
-    mesh = resolve_mesh(job.mesh, job.topology.num_devices)
     rows, tokens = job.learner.micro_rows, job.learner.row_length
+    check_micro_batch(rows, tokens)
+    mesh = resolve_mesh(job.mesh, job.topology.num_devices)
     spread = math.prod(n for axis, n in mesh.items() if axis not in ("tensor", "context"))
     if rows % spread:
         raise ConfigError(

@@ -52,7 +52,7 @@ def search(
     tell: Callable[[str], None] = print,
     clock: Callable[[], float] = time.monotonic,
 ) -> Found | None:
-    """Return the best plan, or ``None`` where nothing fits within the time.
+    """Return the best plan, or ``None`` where nothing fits.
 
     Args:
         job: what to train; its mesh, topology and remat policy are replaced.
@@ -63,6 +63,9 @@ def search(
         limit_s: seconds in all.
         tell: gets a line about each try.
         clock: seconds.
+
+    Raises:
+        OutOfTime: nothing that was tried by then fits.
     """
     tries = _Tries(num_params, compile_job, tell, clock, clock() + limit_s)
     best: Found | None = None
@@ -82,6 +85,8 @@ def search(
                     return lighter
             return best
     except OutOfTime as late:
+        if best is None:
+            raise
         tell(str(late))
     return best
 
@@ -152,7 +157,7 @@ class _Tries:
             return None
         left = self.deadline - self.clock()
         if left <= 0:
-            raise OutOfTime("the time for the search is over")
+            raise OutOfTime("the time for the search is over; --limit_s gives it more")
         try:
             compiled = self.compile_job(job, left)
         except SkyrlError as error:

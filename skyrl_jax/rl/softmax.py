@@ -1,8 +1,8 @@
 """Log-prob of one token of each row, and the entropy, with a gradient that makes few passes.
 
 Logits are the widest arrays of a step: [tokens, vocabulary]. JAX's own gradient of the formulas
-below keeps four such arrays; this one keeps exp(l - max l) (and l, if the entropy is trained) and
-makes the gradient of l in one pass. A step of a small model on a CPU is 6 % faster.
+below keeps four such arrays; this one keeps exp(l - max l) (and l - max l, if the entropy is
+trained) and makes the gradient of l in one pass. A step of a small model on a CPU is 6 % faster.
 """
 
 from __future__ import annotations
@@ -13,8 +13,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
-
-_ROWS = (((1,), (1,)), ((0,), (0,)))  # sum_v a[n, v] b[n, v], without the products in memory
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -27,10 +25,13 @@ def logprob_and_entropy(
 ) -> tuple[Float[Array, " N"], Float[Array, " N"]]:
     """Return log p(target) and entropy of softmax(hidden @ head / temperature).
 
-        l = hidden @ head / temperature     m = max_v l_v     z = sum_v exp(l_v - m)
-        log p = l_target - m - log z        H = m + log z - sum_v p_v l_v
+        l = hidden @ head / temperature     b = l - max_v l_v     z = sum_v exp(b_v)
+        log p = b_target - log z            H = log z - sum_v p_v b_v
 
-        d log p / d l_v = [v = target] - p_v        d H / d l_v = -p_v (l_v - m - log z + H)
+        d log p / d l_v = [v = target] - p_v        d H / d l_v = -p_v (b_v - log z + H)
+
+    Everything is said by b: the differences of large logits that share an offset would be lost in
+    the rounding of l.
 
     Args:
         hidden: normed hidden states, in the compute dtype.
@@ -61,14 +62,14 @@ def _forward(
     raw = matmul_fp32(hidden, head)
     # Division by a positive number keeps the order: the largest l without an array of all l.
     top = jnp.max(raw, axis=-1) / temperature
-    exps = jnp.exp(raw / temperature[:, None] - top[:, None])
+    below = raw / temperature[:, None] - top[:, None]
+    exps = jnp.exp(below)
     z = jnp.sum(exps, axis=-1)
-    logsumexp = top + jnp.log(z)
-    target = jnp.take_along_axis(raw, targets[:, None], axis=1)[:, 0] / temperature
-    mean = jax.lax.dot_general(exps, raw, _ROWS, precision=jax.lax.Precision.HIGHEST)
-    entropy = logsumexp - mean / (temperature * z)
-    kept = (raw, logsumexp, entropy) if entropy_gradient else None
-    return (target - logsumexp, entropy), (hidden, head, targets, temperature, exps, z, kept)
+    log_z = jnp.log(z)
+    target = jnp.take_along_axis(raw, targets[:, None], axis=1)[:, 0] / temperature - top
+    entropy = log_z - jnp.sum(exps * below, axis=-1) / z
+    kept = (below, log_z, entropy) if entropy_gradient else None
+    return (target - log_z, entropy), (hidden, head, targets, temperature, exps, z, kept)
 
 
 def _backward(
@@ -79,9 +80,8 @@ def _backward(
     hit = targets[:, None] == jnp.arange(exps.shape[-1])
     of_logits = jnp.where(hit, of_logprob[:, None], 0.0) - exps * (of_logprob / z)[:, None]
     if entropy_gradient:
-        raw, logsumexp, entropy = kept
-        logp = raw / temperature[:, None] - logsumexp[:, None]
-        of_logits -= exps * (of_entropy / z)[:, None] * (logp + entropy[:, None])
+        below, log_z, entropy = kept
+        of_logits -= exps * (of_entropy / z)[:, None] * (below + (entropy - log_z)[:, None])
     precision = _precision(hidden)
     of_hidden = jnp.matmul(of_logits, head.astype(hidden.dtype).T, precision=precision)
     of_head = jnp.matmul(_apart(hidden.T), of_logits, precision=precision)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_jax.core.config import ModelConfig
-from skyrl_jax.core.errors import ConfigError, DataError
+from skyrl_jax.core.errors import ConfigError, DataError, WeightsError
 from skyrl_jax.generation.tokenizer import Tokenizer
 from skyrl_jax.models.hf_config import check_same_model
 from skyrl_jax.models.hf_read import Reader, load_sharded
@@ -77,9 +77,11 @@ def load_pretrained(model: ModelConfig, shardings: Any = None) -> Any:
         shardings: a sharding per leaf, or ``None`` for one device.
 
     Raises:
-        WeightsError: as ``check_pretrained``.
+        WeightsError: as ``check_pretrained``, or a tensor holds NaN or infinity: a step made of it
+            would be skipped, and the next, to the end of the run.
     """
     import jax
+    import jax.numpy as jnp
     import numpy as np
 
     from skyrl_jax.models.decoder import abstract_params
@@ -87,4 +89,13 @@ def load_pretrained(model: ModelConfig, shardings: Any = None) -> Any:
     if shardings is None:
         here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
         shardings = jax.tree.map(lambda _: here, abstract_params(model))
-    return load_sharded(model.checkpoint, model, shardings, dtype=np.float32)
+    params = load_sharded(model.checkpoint, model, shardings, dtype=np.float32)
+    finite = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.isfinite(x).all(), tree))(params)
+    for group, leaves in finite.items():
+        for name, fine in leaves.items():
+            if not fine:
+                raise WeightsError(
+                    f"model.checkpoint = {model.checkpoint!r}: leaf {group}.{name} holds values "
+                    "that are not finite; such weights compute nothing"
+                )
+    return params

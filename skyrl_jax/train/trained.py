@@ -63,7 +63,7 @@ class Full:
         return state
 
     def step(self, state: TrainState, batch: Batch, base: Params) -> tuple[TrainState, Metrics]:
-        """Take one optimizer update; the state is donated."""
+        """Take one optimizer update; the old state may be donated (learner/step.py)."""
         return self._step(state, batch)
 
     def scoring(self, state: TrainState, base: Params) -> Params:

@@ -118,12 +118,26 @@ def test_every_number_has_a_range_and_its_ends_are_held():
     flat = flatten_config(parse_config(_values()))
     numbers = {k for k, v in flat.items() if isinstance(v, int | float) and not isinstance(v, bool)}
     assert numbers == set(RANGES)
-    for path, (low, _) in RANGES.items():
-        values = get_config("quickstart")
-        below = low - 1 if isinstance(flat[path], int) else low - 1.0
-        values.update_from_flattened_dict({path: below})
-        with pytest.raises(ConfigError, match=path.replace(".", r"\.")):
-            validate_config(parse_config(values.to_dict()))
+    for path, (low, high) in RANGES.items():
+        whole = isinstance(flat[path], int)
+        outside = [low - 1 if whole else low - 1.0]
+        if whole or high < float("inf"):
+            outside.append(high + 1 if whole else high + 1.0)
+        for value in outside:
+            values = get_config("quickstart")
+            values.update_from_flattened_dict({path: value})
+            with pytest.raises(ConfigError, match=path.replace(".", r"\.")):
+                validate_config(parse_config(values.to_dict()))
+
+
+def test_a_micro_batch_has_no_more_tokens_than_an_int32_numbers():
+    values = _values()
+    values["learner"]["micro_rows"] = 2**31 // values["learner"]["row_length"]
+    text = r"learner\.micro_rows = 4194304 rows of learner\.row_length = 512 tokens are 2\.15e\+09"
+    with pytest.raises(ConfigError, match=text):
+        validate_config(parse_config(values))
+    values["learner"]["micro_rows"] -= 1
+    validate_config(parse_config(values))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])

@@ -1,4 +1,4 @@
-"""What the step keeps and what it compiles: one program, donated state, offloaded moments."""
+"""What the step keeps and what it compiles: one program, little memory, offloaded moments."""
 
 import functools
 import json
@@ -66,19 +66,22 @@ def test_no_micro_batch_count_compiles_again(
     assert (step._cache_size(), score._cache_size()) == programs
 
 
-def test_the_state_is_donated(model_cfg, learner_cfg, objective, sequences, pack):
+def test_a_single_cpu_would_copy_a_donated_state(
+    model_cfg, learner_cfg, objective, sequences, pack
+):
+    """So it gets none, and holds no more. Eight devices take it over: eight_devices.py."""
     batch = pack(sequences, [[0, 1], [4, 2]], 24)
     step = step_lib.make_train_step(model_cfg, learner_cfg, objective)
     state = state_lib.init_state(model_cfg, learner_cfg, jax.random.key(1))
-    size = sum(x.nbytes for x in jax.tree.leaves(state))
-    step = step.lower(state, batch).compile()
-    memory = step.memory_analysis()
-    # the new state lies where the old one lay; metrics alone are new
-    assert memory.alias_size_in_bytes == size
-    assert memory.output_size_in_bytes - size < 1024
+
+    def held(step):
+        memory = step.lower(state, batch).compile().memory_analysis()
+        beside = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return memory.argument_size_in_bytes + beside + memory.temp_size_in_bytes
+
+    assert held(step) <= 1.1 * held(jax.jit(step.__wrapped__, donate_argnums=0))
     after, _ = step(state, batch)
-    assert all(x.is_deleted() for x in jax.tree.leaves(state))
-    assert not any(x.is_deleted() for x in jax.tree.leaves(after))
+    assert not any(x.is_deleted() for x in jax.tree.leaves((state, after)))
 
 
 def test_offloaded_moments_lie_beside_their_params_in_host_memory(model_cfg, learner_cfg, replace):

@@ -181,6 +181,21 @@ CASES = {
         ConfigError,
         "'rope_theta' must be above 0, got nan",
     ),
+    "layers without end": (
+        configured(num_hidden_layers=1_000_000_000),
+        WeightsError,
+        r"has num_layers 1000000000, .* has 2|lack tensor 'model\.layers\.2\.",
+    ),
+    "a file's name is too long": (
+        filed(INDEX, json.dumps({"weight_map": {Q: "x" * 5000}})),
+        WeightsError,
+        f"lacks file 'xxx.*which {INDEX} names",
+    ),
+    "two angles": (
+        configured(rope_theta=1e4, rope_parameters={"rope_type": "default", "rope_theta": 5e5}),
+        ConfigError,
+        r"rope_theta 10000\.0 and rope_parameters\.rope_theta 500000\.0; leave one",
+    ),
     "layer_types is a number": (configured(layer_types=5), ConfigError, "5 among its layer_types"),
     "heads do not divide": (
         configured(num_key_value_heads=3),

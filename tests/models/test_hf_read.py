@@ -118,6 +118,16 @@ def test_wrong_files_are_named(folder):
     refused(folder, r"no \*\.safetensors file")
 
 
+def test_layers_without_end_fill_no_memory(folder):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 10**9}))
+    tracemalloc.start()
+    with pytest.raises(WeightsError, match=r"lack tensor 'model\.layers\.2\.input_layernorm"):
+        hf.load_hf(folder)
+    assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    tracemalloc.stop()
+
+
 def test_another_models_folder_is_refused_though_its_tensors_fit(folder):
     cfg = tiny.config("qwen3", rope_theta=5e6)
     with pytest.raises(WeightsError, match=r"rope_theta 10000\.0, the model has 5000000\.0"):

@@ -31,6 +31,11 @@ def plan(repo_root, child_env):
         (("--topology=gpu:4xH100-80GB",), "learner.micro_rows) are spread over 4 devices"),
         (("--topology=gpu:4xH100-80GB", "--rows=6"), "--rows=6"),
         (("--topology=v5p", "--search", "--mesh=fsdp=4"), "leave --mesh out"),
+        (("--topology=v5p", "--search", "--limit_s=nan"), "--limit_s=nan: give the search"),
+        (("--topology=v5p", "--search", "--limit_s=0"), "--limit_s=0: give the search"),
+        (("--topology=gpu:0xH100-80GB",), "e.g. gpu:8xH100-80GB"),
+        (("--topology=v5e:2x2", "--rows=1600000000"), "learner.micro_rows = 1600000000 rows"),
+        (("--topology=v5e:2x2", "--config.model.vocab_size=100000000000"), "and 2147483647, got"),
         (
             ("--topology=v5p:4x4x4", "--mesh=fsdp=32,context=2", "--rows=32", "--seq_len=64"),
             "wired as 4x4x4): each axis must be a product of whole dimensions of the slice",
@@ -59,9 +64,9 @@ def test_a_mesh_of_gpus_is_estimated(plan):
 
 
 def test_nothing_that_fits_is_exit_code_1(plan):
-    # A million layers: no number of these GPUs holds them, and nothing needs to be compiled.
+    # 10^12 parameters: no number of these GPUs holds them, and nothing needs to be compiled.
     flags = ("--topology=gpu:H100-80GB", "--search", "--json", *SMALL[:2])
-    code, out, err = plan(*flags, "--config.model.num_layers=1000000")
+    code, out, err = plan(*flags, "--config.model.intermediate_size=1000000000")
     assert code == 1, err
     *tries, last = out.strip().splitlines()
     assert set(json.loads(last)) >= KEYS and json.loads(last)["fits"] is False

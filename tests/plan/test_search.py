@@ -7,7 +7,13 @@ import pytest
 from skyrl_jax.core.errors import SkyrlError
 from skyrl_jax.plan.chips import GIB, ladder, parse_topology
 from skyrl_jax.plan.job import Compiled
-from skyrl_jax.plan.search import MESHES_PER_TOPOLOGY, candidate_meshes, floor_bytes, search
+from skyrl_jax.plan.search import (
+    MESHES_PER_TOPOLOGY,
+    OutOfTime,
+    candidate_meshes,
+    floor_bytes,
+    search,
+)
 
 BIG = dict(vocab_size=1024, hidden_size=64, num_layers=4, num_heads=8, num_kv_heads=4, head_dim=16)
 
@@ -137,8 +143,8 @@ def test_the_time_limit_keeps_what_was_found(make_plan):
     found, lines = run(job, "v5e:2x2", compiler, limit_s=100.0)  # two compiles of 60 s
     assert found.job.learner.remat == "full" and len(compiler.asked) == 2
     assert "time for the search is over" in lines[-1]
-    none, _ = run(job, "v5e", Compiler(lambda job: False), limit_s=0.0)
-    assert none is None
+    with pytest.raises(OutOfTime, match="time for the search is over; --limit_s"):
+        run(job, "v5e", Compiler(lambda job: False), limit_s=100.0)
 
 
 @pytest.mark.parametrize("kind", ["v4", "v5e", "v5p", "v6e", "tpu7x", "gpu:H100-80GB"])

@@ -46,6 +46,50 @@ def test_equals_naive_values_and_gradients(inputs, chunk):
         assert x.dtype == jnp.float32
 
 
+@pytest.mark.parametrize("degree", [1e-2, 1.0, 1e3])
+@pytest.mark.parametrize("offset", [0.0, 100.0])
+def test_logits_that_share_an_offset_lose_no_more_than_a_plain_softmax(degree, offset):
+    """Against float64: large logits that are nearly equal are where digits get lost."""
+    rng = np.random.default_rng(3)
+    hidden = rng.normal(size=(N, D)).astype(np.float32)
+    hidden[:, 0] = 1.0
+    head = rng.normal(size=(D, V)).astype(np.float32)
+    head[0] += offset
+    targets, degrees = rng.integers(0, V, N), np.full(N, degree, np.float32)
+    pull = [jnp.asarray(rng.normal(size=N), jnp.float32) for _ in range(2)]
+
+    def truth():
+        h, w, t = (x.astype(np.float64) for x in (hidden, head, degrees))
+        logits = h @ w / t[:, None]
+        below = logits - logits.max(-1, keepdims=True)
+        logp = below - np.log(np.exp(below).sum(-1, keepdims=True))
+        entropy = -(np.exp(logp) * logp).sum(-1)
+        (of_logp, of_entropy), p = (np.asarray(x, np.float64) for x in pull), np.exp(logp)
+        grad = -p * of_logp[:, None] - of_entropy[:, None] * p * (logp + entropy[:, None])
+        grad[np.arange(N), targets] += of_logp
+        grad /= t[:, None]
+        return logp[np.arange(N), targets], entropy, grad @ w.T, h.T @ grad
+
+    def errors(score):
+        both, vjp = jax.vjp(lambda h, w: score(h, w, targets, degrees), hidden, head)
+        found = (*both, *vjp(tuple(pull)))
+        return [
+            np.abs(np.asarray(x, np.float64) - y).max() / np.abs(y).max()
+            for x, y in zip(found, truth(), strict=True)
+        ]
+
+    def ours(*args):
+        return token_logprobs(*map(jnp.asarray, args), chunk=5, entropy_gradient=True)
+
+    def plain(h, w, t, d):
+        return naive(jnp.asarray(h), jnp.asarray(w), t, jnp.asarray(d))
+
+    for name, mine, theirs in zip(
+        ("log-prob", "entropy", "hidden", "head"), errors(ours), errors(plain), strict=True
+    ):
+        assert mine <= 4 * theirs + 1e-6, name
+
+
 def test_gradient_by_finite_differences(inputs):
     hidden, head, targets, temperature = inputs
     weights = jnp.asarray(np.random.default_rng(1).normal(size=N), jnp.float32)

@@ -46,6 +46,15 @@ def test_a_folder_of_a_run_gives_its_params_and_its_tokenizer(start, tmp_path):
     models.bit_equal(loaded, jax.tree.map(lambda leaf: leaf.astype(jnp.float32), half))
 
 
+@pytest.mark.parametrize("value", [np.nan, -np.inf])
+def test_weights_that_are_not_finite_are_named(tmp_path, value):
+    params = models.params(CFG)
+    params["layers"]["up"] = params["layers"]["up"].at[1, 3, 2].set(value)
+    folder = hf.save_hf(tmp_path / "m", CFG, params)
+    with pytest.raises(WeightsError, match=r"leaf layers\.up holds values that are not finite"):
+        load_pretrained(dataclasses.replace(CFG, checkpoint=str(folder)))
+
+
 def test_another_model_is_named_by_the_field_that_differs(start):
     with pytest.raises(ConfigError, match=r"model\.checkpoint = 'none': there is no such folder"):
         check_pretrained(dataclasses.replace(start, checkpoint="none"))
