@@ -26,6 +26,7 @@ help:
 	@echo "make lint   format check, lint, types, import rules"
 	@echo "make verify-01-main-job  measure what the main job promises; writes docs/verify/"
 	@echo "make verify-02-learner   measure what the learner promises: exactness, plans, speed, refusals"
+	@echo "make verify-03-gateway   measure what the gateway promises: exact tokens, clients, agents, load"
 	@echo "make lane-bench  time the train step against torch and tunix (their own environments)"
 
 setup:
