@@ -39,7 +39,7 @@ train: setup
 	$(PY) launchers/train.py --config=$(CONFIG) $(ARGS)
 
 test: setup-test
-	$(PY) .ci/with_docker.py $(PY) -m pytest -n $(WORKERS) --dist=worksteal $(TESTS)
+	$(PY) .ci/with_docker.py $(PY) -m pytest -n $(WORKERS) --dist=worksteal -rs $(TESTS)
 
 lint: setup
 	$(VENV)/bin/ruff format --check .
