@@ -21,9 +21,12 @@ help:
 	@echo "make test   set up, then run every test (TESTS=... picks some)"
 	@echo "make setup  set up alone: Debian packages as root, .venv, the sandbox base image"
 	@echo "make lane-parity  every model family against torch and transformers, in a venv of its own"
+	@echo "make lane-templates  chat-template prompts against another renderer, in a venv of its own"
+	@echo "make lane-agents  real scaffolds on a real SWE-bench row, through gateway and engine"
 	@echo "make lint   format check, lint, types, import rules"
 	@echo "make verify-01-main-job  measure what the main job promises; writes docs/verify/"
 	@echo "make verify-02-learner   measure what the learner promises: exactness, plans, speed, refusals"
+	@echo "make verify-03-gateway   measure what the gateway promises: exact tokens, clients, agents, load"
 	@echo "make lane-bench  time the train step against torch and tunix (their own environments)"
 
 setup:
@@ -36,7 +39,7 @@ train: setup
 	$(PY) launchers/train.py --config=$(CONFIG) $(ARGS)
 
 test: setup-test
-	$(PY) .ci/with_docker.py $(PY) -m pytest -n $(WORKERS) --dist=worksteal $(TESTS)
+	$(PY) .ci/with_docker.py $(PY) -m pytest -n $(WORKERS) --dist=worksteal -rs $(TESTS)
 
 lint: setup
 	$(VENV)/bin/ruff format --check .

@@ -15,6 +15,7 @@ CORE = [
     "aiohttp>=3.10",  # HTTP: rollout client and the embedded engine's server
     "uvloop>=0.21",  # event loop of the embedded server: less CPU per request
     "tokenizers>=0.20",  # byte-level BPE: the tiny policy's own, and every HF tokenizer.json
+    "jinja2>=3.1",  # models' chat templates, in its sandbox
     # What a person types and sees.
     "absl-py>=2.1",  # command-line flags (launchers/ only)
     "ml_collections>=1.1",  # config files with --config.a.b=c overrides (configs/, launchers/)
@@ -46,6 +47,8 @@ EXTRAS = {
         "gguf>=0.17",  # writes the small files that the tests of models/gguf.py read
         "msgspec>=0.19",  # reads the request schema inside the sglang wheel
         "beartype>=0.20",  # checks the jaxtyping shapes while tests run
+        "openai>=3",  # the official clients speak to the gateway in its contract tests
+        "anthropic>=2",  # the same of the other dialect
         "ruff>=0.9",  # format and lint
         "mypy>=1.14",  # types, strict where pyproject.toml says
         "import-linter>=2.1",  # the floors and wings of the house

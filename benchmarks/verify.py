@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import gateway_promises
 import learner_promises
 import main_job
 from checks import (
@@ -35,6 +36,7 @@ from checks import (
 SUITES: dict[str, Sequence[Part]] = {
     "01-main-job": main_job.PARTS,
     "02-learner": learner_promises.PARTS,
+    "03-gateway": gateway_promises.PARTS,
 }
 
 

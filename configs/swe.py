@@ -131,6 +131,7 @@ def _tiny_objective(c: ConfigDict) -> None:
     c.objective.zeroed_reasons = ("turns", "context")
     c.objective.balance_coef = 0.0  # dense
     c.objective.on_policy = False  # two updates a batch
+    c.objective.abandoned = "drop"
 
 
 def _tiny_episodes(c: ConfigDict) -> None:

@@ -35,6 +35,7 @@ def read_config(holder: flags.FlagHolder) -> RunConfig:
 
 def run_main(main: Callable[[list[str]], int | None]) -> None:
     """Run ``main`` under absl; an expected error becomes one line and exit code 2."""
+    sys.argv[1:] = expand_shorthand(sys.argv[1:])
     bad = _unknown_override(sys.argv[1:])
     if bad:
         print(f"error: {bad}", file=sys.stderr)
@@ -69,6 +70,15 @@ def _innermost(error: BaseException) -> str:
     while error.__cause__ or error.__context__:
         error = error.__cause__ or error.__context__ or error
     return str(error) or type(error).__name__
+
+
+def expand_shorthand(argv: Sequence[str]) -> list[str]:
+    """Return the arguments with ``--config.agent=NAME`` written out: it means ``agent.kind``."""
+    short = "--config.agent="
+    return [
+        f"--config.agent.kind={item.removeprefix(short)}" if item.startswith(short) else item
+        for item in argv
+    ]
 
 
 def _unknown_override(argv: Sequence[str]) -> str:

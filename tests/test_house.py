@@ -34,6 +34,8 @@ def test_floors_and_wings_hold(repo_root):
         ("core/types.py", "import skyrl_jax.batching", "Floors"),
         ("batching/extra.py", "import skyrl_jax.rl", "Floors"),
         ("sandbox/extra.py", "import skyrl_jax.models", "the actor wing never imports"),
+        ("gateway/extra.py", "import skyrl_jax.rl", "the actor wing never imports"),
+        ("gateway/extra.py", "import jax", "no accelerator library"),
         ("rl/extra.py", "import skyrl_jax.sandbox", "the learner wing never imports"),
         ("actor/extra.py", "import jax", "no accelerator library"),
         ("tasks/extra.py", "import orbax.checkpoint", "no accelerator library"),

@@ -8,19 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from skyrl_jax.actor.blame import Fault, blame, deadline
 from skyrl_jax.actor.board import Board, Gates
 from skyrl_jax.core.config import RolloutConfig
-from skyrl_jax.core.errors import CapacityError
+from skyrl_jax.core.errors import CapacityError, ConfigError
 from skyrl_jax.core.protocols import (
     Agent,
     Environment,
+    ExecResult,
     Generator,
     SandboxProvider,
+    Shell,
     StepResult,
     TaskSuite,
 )
@@ -288,6 +290,24 @@ class _World:
         result = await self._environment.step(calls)
         self.messages += result.messages
         return result
+
+    async def shell(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str = "",
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+    ) -> ExecResult:
+        """Pass on; the messages of such an episode are the gateway's to keep.
+
+        Raises:
+            ConfigError: the environment has no shell.
+        """
+        if not isinstance(self._environment, Shell):
+            kind = type(self._environment).__name__
+            raise ConfigError(f"{kind} has no shell for a foreign scaffold (core.protocols.Shell)")
+        return await self._environment.shell(argv, cwd=cwd, env=env, stdin=stdin)
 
     async def submission(self) -> str | None:
         """Pass on."""

@@ -150,7 +150,8 @@ class CodeActAgent:
         state.messages += answer
         ids = completion.token_ids
         stopped = bool(ids) and ids[-1] in self.sampling.stop_token_ids
-        state.ids = (*state.ids, *ids, *self.renderer.delta(answer, stopped=stopped))
+        follow = self.renderer.delta(answer, stopped=stopped, after=message)
+        state.ids = (*state.ids, *ids, *follow)
         return None
 
     async def _generate(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from skyrl_jax.core.types import ToolCall
+from skyrl_jax.core.types import ToolCall, ToolDef
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,3 +103,22 @@ def _describe(tool: ToolSpec) -> str:
         choices = f" One of: {', '.join(parameter.choices)}." if parameter.choices else ""
         lines.append(f"  - {parameter.name} ({need}): {parameter.doc}{choices}")
     return "\n".join(lines)
+
+
+def specs_of(tools: Sequence[ToolDef]) -> tuple[ToolSpec, ...]:
+    """Return a client's tools as our parser knows them: their names and what they need."""
+    return tuple(
+        ToolSpec(
+            name=tool.name,
+            doc=tool.description,
+            parameters=tuple(
+                Parameter(
+                    name=name,
+                    doc="",
+                    default=None if name in (tool.parameters.get("required") or ()) else "",
+                )
+                for name in (tool.parameters.get("properties") or {})
+            ),
+        )
+        for tool in tools
+    )

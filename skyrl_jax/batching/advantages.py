@@ -3,8 +3,9 @@
     grpo   A_i = r_i - mean(r)            optionally / (std(r) + 1e-6)
     rloo   A_i = r_i - mean(r_j, j != i) = n / (n - 1) * (r_i - mean(r))
 
-The statistics are over the rollouts of a task that have a score and at least one sampled token:
-FAILED rollouts and empty responses neither get an advantage nor move the others' mean.
+The statistics are over the rollouts of a task that have a score and at least one sampled token of
+the agent's own: FAILED rollouts and empty responses neither get an advantage nor move the others'
+mean.
 Sources: DeepSeekMath (arXiv:2402.03300) eq. 3; RLOO (arXiv:2402.14740) eq. 7. std is the sample
 standard deviation (n - 1), as in the common trainers.
 """
@@ -18,7 +19,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from skyrl_jax.batching.sequences import rollout_id
+from skyrl_jax.batching.sequences import AGENT, rollout_id
 from skyrl_jax.core.errors import ConfigError
 from skyrl_jax.core.types import Episode, Status, Trajectory, TrajectoryGroup
 
@@ -28,7 +29,8 @@ KINDS = ("grpo", "rloo")
 
 def counts(trajectory: Trajectory) -> bool:
     """Return whether a trajectory is in its group's statistics."""
-    sampled = any(turn.completion.token_ids for turn in trajectory.episode.turns)
+    turns = trajectory.episode.turns
+    sampled = any(turn.completion.token_ids for turn in turns if turn.kind == AGENT)
     failed = trajectory.episode.status is Status.FAILED
     return trajectory.score is not None and sampled and not failed
 

@@ -15,7 +15,6 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from skyrl_jax.batching.advantages import (
-    counts,
     group_advantages,
     permute_rewards,
     was_cut,
@@ -62,6 +61,7 @@ def assemble(
     seed: int,
     total_rows: int | None = None,
     skip_zero: bool | None = None,
+    routing: bool = False,
 ) -> Assembled:
     """Turn collected groups into packed mini-batches.
 
@@ -76,12 +76,16 @@ def assemble(
         skip_zero: leave rows of advantage 0 out of the batch after their weights are made: the
             gradient is the same, the compute less. Default: where no KL, entropy or balance, which
             act on such rows too, is in the loss.
+        routing: refuse samples that do not tell their experts (rollout.replay_routing).
+
+    Raises:
+        DataError: an episode lacks what the objective needs (batching/sequences.py).
     """
     groups = zero_cut(groups, objective.zeroed_reasons)
     if objective.permute_rewards:
         groups = permute_rewards(groups, seed)
     dropped: Counter[str] = Counter()
-    units, stats = _units(groups, objective, row_length, dropped)
+    units, stats = _units(groups, objective, row_length, routing, dropped)
     if skip_zero is None:
         skip_zero = not (objective.kl_coef or objective.entropy_coef or objective.balance_coef)
     batches: list[Batch] = []
@@ -151,11 +155,13 @@ def _units(
     groups: Seq[TrajectoryGroup],
     objective: ObjectiveConfig,
     row_length: int,
+    routing: bool,
     dropped: Counter[str],
 ) -> tuple[list[_Unit], dict[str, float]]:
     """Make the rows that may be trained; count what is dropped on the way."""
     units: list[_Unit] = []
-    mixed = members = forks = 0
+    mixed = members = 0
+    forks: Counter[str] = Counter()
     for group in groups:
         advantages = group_advantages(
             group, objective.advantage, normalize_std=objective.normalize_std
@@ -164,14 +170,14 @@ def _units(
         members += len(advantages)
         for trajectory in group.trajectories:
             episode = trajectory.episode
-            if episode.status is Status.FAILED or not counts(trajectory):
+            if episode.status is Status.FAILED or trajectory.score is None:
                 dropped["failed"] += sampled_tokens(trajectory)
             elif was_cut(episode, objective.masked_reasons):
                 dropped["filtered"] += sampled_tokens(trajectory)
             else:
-                rows = make_rows(episode)
-                dropped["abandoned"] += rows.abandoned_tokens
-                forks += rows.forks
+                rows = make_rows(episode, abandoned=objective.abandoned, routing=routing)
+                dropped.update(rows.dropped)
+                forks.update(rows.forks_by_cause)
                 for sequence in rows.sequences:
                     if fits(sequence, row_length):
                         advantage = advantages[sequence.rollout_id]
@@ -186,8 +192,9 @@ def _units(
         "mixed_group_fraction": mixed / max(1, len(groups)),
         "rollouts": float(members),
         "rows": float(len(units)),
-        "forks": float(forks),
+        "forks": float(forks.total()),
     }
+    stats |= {f"forks/{cause}": float(count) for cause, count in sorted(forks.items())}
     return units, stats
 
 

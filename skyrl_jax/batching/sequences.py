@@ -3,12 +3,19 @@
 A turn whose prompt begins with everything of an earlier turn (its prompt + its completion, by
 token) continues that turn. If the earlier turn is the end of its row, the row grows; otherwise, or
 where the prompt was rewritten, a new row begins, in which only this turn's own tokens are trained.
-The longest match wins. A completion that was sampled again from the same prompt and left behind
-(its sibling was continued, it was not) is abandoned: not trained.
+The longest match wins.
+
+Not trained, and counted:
+    aux        calls beside the agent's work (titles, summaries), by their mark
+    abandoned  a completion that nobody continued, though the agent went on from another one of the
+               same prompt after it was sampled; and a partial one, whose caller left before its end
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -25,31 +32,41 @@ from skyrl_jax.core.types import (
     Turn,
 )
 
+AGENT, AUX = "agent", "aux"  # kinds of a Turn
+POLICIES = ("drop", "train")  # what becomes of abandoned samples
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rows:
-    """The rows of one episode. ``sampled_tokens`` = tokens with mask 1 + ``abandoned_tokens``."""
+    """The rows of one episode.
+
+    ``sampled_tokens`` = tokens with mask 1 + ``abandoned_tokens`` + ``aux_tokens``.
+    ``forks_by_cause`` counts the rows beyond the first by why they began (``Turn.fork``; where that
+    is not told, "branch": an earlier turn went on elsewhere, or "rewrite": none has this history).
+    """
 
     sequences: tuple[Sequence, ...]
     abandoned_tokens: int = 0
-    forks: int = 0  # rows beyond the first
+    aux_tokens: int = 0
+    forks_by_cause: Mapping[str, int] = field(default_factory=dict)
 
+    @property
+    def forks(self) -> int:
+        """Return the number of rows beyond the first."""
+        return sum(self.forks_by_cause.values())
 
-@dataclass(slots=True, kw_only=True)
-class _Node:
-    """One turn: where it ends in its row, and whether it was continued."""
-
-    row: _Row
-    turn: Turn
-    full: tuple[int, ...]
-    start: int  # of the completion in the row
-    continued: bool = False
+    @property
+    def dropped(self) -> dict[str, int]:
+        """Return the tokens that are in no row's mask, by the ledger's causes; no zeros."""
+        counts = {"abandoned": self.abandoned_tokens, "aux": self.aux_tokens}
+        return {cause: tokens for cause, tokens in counts.items() if tokens}
 
 
 @dataclass(slots=True, kw_only=True)
 class _Row:
     """A row in the making; its lists grow only together, in ``append``."""
 
+    cause: str = ""  # why it began
     ids: list[int] = field(default_factory=list)
     mask: list[float] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
@@ -69,67 +86,122 @@ class _Row:
             self.routed.append(completion.routed_experts[told:])
         return len(self.ids) - len(completion.token_ids)
 
+    def mask_out(self, start: int, size: int) -> None:
+        """Make context of a completion that shall not be trained."""
+        end = start + size
+        self.mask[start:end] = [0.0] * size
+        self.logprobs[start:end] = [0.0] * size
+        self.versions[start:end] = [-1] * size
+
+
+@dataclass(slots=True, kw_only=True)
+class _Node:
+    """One turn: where it ends in its row, what it continues, and whether it was continued."""
+
+    row: _Row
+    turn: Turn
+    index: int  # of the turn; rising in time
+    start: int  # of the completion in the row
+    parent: _Node | None
+    latest: int  # index of the latest turn that continues it, directly or not; its own if none does
+
+    @property
+    def sampled(self) -> int:
+        return len(self.turn.completion.token_ids)
+
+    @property
+    def size(self) -> int:
+        return len(self.turn.prompt_ids) + self.sampled
+
+    def is_prefix_of(self, prompt: tuple[int, ...]) -> bool:
+        """Compare the sampled part first: it is short, and where it differs the rest is not read.
+
+        ``prompt`` must be at least as long.
+        """
+        start, ids = len(self.turn.prompt_ids), self.turn.completion.token_ids
+        end = start + len(ids)
+        return (
+            prompt[end - 1] == ids[-1]
+            and prompt[start:end] == ids
+            and prompt[:start] == self.turn.prompt_ids
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class _Ends:
+    """The ends of all turns so far by length, so that the longest is tried first.
+
+    A prompt that only grows is compared once with the turn before it: an episode costs the sum of
+    its prompts, not turns x that.
+    """
+
+    sizes: list[int] = field(default_factory=list)
+    nodes: list[_Node] = field(default_factory=list)
+
+    def add(self, node: _Node) -> None:
+        at = bisect_right(self.sizes, node.size)  # behind its equals: the latest of them is tried
+        self.sizes.insert(at, node.size)  # first, so that a retry replaces what it repeats
+        self.nodes.insert(at, node)
+
+    def longest(self, prompt: tuple[int, ...]) -> _Node | None:
+        for at in range(bisect_right(self.sizes, len(prompt)) - 1, -1, -1):
+            if self.nodes[at].is_prefix_of(prompt):
+                return self.nodes[at]
+        return None
+
 
 def rollout_id(episode: Episode) -> str:
     """Return the name of an episode in a batch: "<task_id>/<sample_index>"."""
     return f"{episode.task_id}/{episode.sample_index}"
 
 
-def make_rows(episode: Episode) -> Rows:
+def make_rows(episode: Episode, *, abandoned: str = "drop", routing: bool = False) -> Rows:
     """Build the training rows of an episode.
 
+    Args:
+        episode: its turns in the order in which they were answered.
+        abandoned: "drop" or "train" what was sampled and left for another sample of the same
+            prompt. Partial completions that nobody continued are always dropped: their end is the
+            caller's, not the policy's.
+        routing: refuse a completion that does not tell which experts its tokens went through.
+
     Raises:
-        DataError: a completion has log-probs that are missing, NaN, positive or filler, or a
-            negative token id; the message names the turn and the token.
+        DataError: a completion has log-probs that are missing, NaN, positive or filler, a negative
+            token id, or no routing where it is needed; a turn is of no known kind; the message
+            names the turn and the token.
     """
-    nodes: list[_Node] = []
-    rows: list[_Row] = []
+    if abandoned not in POLICIES:
+        raise DataError(f"abandoned samples: {abandoned!r} is none of {', '.join(POLICIES)}")
+    ends, rows, nodes, aux = _Ends(), list[_Row](), list[_Node](), 0
     for index, turn in enumerate(episode.turns):
-        _check(turn.completion, f"{rollout_id(episode)} turn {index}")
+        name = f"{rollout_id(episode)} turn {index}"
+        if turn.kind == AUX:
+            aux += len(turn.completion.token_ids)
+            continue
+        if turn.kind != AGENT:
+            raise DataError(f"{name}: kind {turn.kind!r} is neither {AGENT!r} nor {AUX!r}")
+        check_completion(turn.completion, name, routing=routing)
         if turn.completion.token_ids:  # an empty answer has nothing to train and nothing to show
-            nodes.append(_place(turn, nodes, rows))
-    abandoned = _drop_abandoned(nodes)
-    sequences = tuple(_sequence(episode, row) for row in rows if any(row.mask))
-    return Rows(sequences=sequences, abandoned_tokens=abandoned, forks=max(0, len(sequences) - 1))
+            nodes.append(_place(turn, index, ends, rows))
+            ends.add(nodes[-1])
+    left = _abandoned(nodes, drop_replaced=abandoned == "drop")
+    for node in left:
+        node.row.mask_out(node.start, node.sampled)
+    kept = [row for row in rows if any(row.mask)]
+    return Rows(
+        sequences=tuple(_sequence(episode, row) for row in kept),
+        abandoned_tokens=sum(node.sampled for node in left),
+        aux_tokens=aux,
+        forks_by_cause=dict(Counter(row.cause for row in kept[1:])),
+    )
 
 
-def _place(turn: Turn, nodes: list[_Node], rows: list[_Row]) -> _Node:
-    """Continue the longest turn that this prompt extends, or begin a row."""
-    prompt = turn.prompt_ids
-    parent: _Node | None = None
-    for node in reversed(nodes):  # the latest of equal length: a retry replaces what it repeats
-        size = len(node.full)
-        longer = parent is None or size > len(parent.full)
-        if longer and size <= len(prompt) and prompt[:size] == node.full:
-            parent = node
-    known = 0
-    if parent is not None:
-        parent.continued = True
-        if len(parent.row.ids) == len(parent.full):
-            known = len(parent.full)
-    row = parent.row if parent is not None and known else _Row()
-    if not known:
-        rows.append(row)
-    start = row.append(prompt[known:], turn.completion)
-    return _Node(row=row, turn=turn, full=(*prompt, *turn.completion.token_ids), start=start)
+def check_completion(completion: Completion, name: str, *, routing: bool = False) -> None:
+    """Refuse a completion that cannot be trained; ``name`` says whose it is.
 
-
-def _drop_abandoned(nodes: list[_Node]) -> int:
-    """Take the mask off completions that a sibling of the same prompt replaced; count them."""
-    went_on = {node.turn.prompt_ids for node in nodes if node.continued}
-    tokens = 0
-    for node in nodes:
-        if not node.continued and node.turn.prompt_ids in went_on:
-            size = len(node.turn.completion.token_ids)
-            end = node.start + size
-            node.row.mask[node.start : end] = [0.0] * size
-            node.row.logprobs[node.start : end] = [0.0] * size
-            node.row.versions[node.start : end] = [-1] * size
-            tokens += size
-    return tokens
-
-
-def _check(completion: Completion, name: str) -> None:
+    Raises:
+        DataError: see ``make_rows``.
+    """
     for position, value in enumerate(completion.logprobs):
         if value is None or not LOGPROB_FLOOR < value <= LOGPROB_CEILING:  # true for NaN too
             raise DataError(
@@ -138,6 +210,48 @@ def _check(completion: Completion, name: str) -> None:
             )
     if any(token < 0 for token in completion.token_ids):
         raise DataError(f"{name}: a sampled token id is negative")
+    if routing and completion.token_ids and completion.routed_experts is None:
+        raise DataError(
+            f"{name}: the completion has no routed_experts; start the server with "
+            "--enable-return-routed-experts, or set rollout.replay_routing to False"
+        )
+
+
+def _place(turn: Turn, index: int, ends: _Ends, rows: list[_Row]) -> _Node:
+    """Continue the longest turn that this prompt extends, or begin a row."""
+    parent = ends.longest(turn.prompt_ids)
+    if parent is not None and len(parent.row.ids) == parent.size:
+        row, known = parent.row, parent.size
+    else:
+        cause = turn.fork or ("rewrite" if parent is None else "branch")
+        row, known = _Row(cause=cause), 0
+        rows.append(row)
+    start = row.append(turn.prompt_ids[known:], turn.completion)
+    return _Node(row=row, turn=turn, index=index, start=start, parent=parent, latest=index)
+
+
+def _abandoned(nodes: list[_Node], *, drop_replaced: bool) -> list[_Node]:
+    """Return the turns whose completions the agent left behind."""
+    went_on: dict[int, list[_Node]] = defaultdict(list)  # continued turns, by length of prompt
+    for node in reversed(nodes):  # a turn comes after what it continues
+        if node.latest > node.index:
+            went_on[len(node.turn.prompt_ids)].append(node)
+        if node.parent is not None:
+            node.parent.latest = max(node.parent.latest, node.latest)
+
+    def replaced(node: _Node) -> bool:
+        prompt = node.turn.prompt_ids
+        return any(
+            other.latest > node.index and other.turn.prompt_ids == prompt
+            for other in went_on[len(prompt)]
+        )
+
+    return [
+        node
+        for node in nodes
+        if node.latest == node.index
+        and (node.turn.completion.finish_reason == "abort" or (drop_replaced and replaced(node)))
+    ]
 
 
 def _routing(row: _Row) -> RoutingArray | None:

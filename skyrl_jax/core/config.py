@@ -108,9 +108,10 @@ class ObjectiveConfig:
     # Of truncated episodes; reasons: turns, context, time, loop, agent or agent:<cause>
     masked_reasons: tuple[str, ...]  # kept in the statistics, not in the loss
     zeroed_reasons: tuple[str, ...]  # their reward counts as 0 in training
-    # Only code may leave out these two, as in ModelConfig.
+    # Only code may leave out these three, as in ModelConfig.
     balance_coef: float = 0.0  # of the routers' load-balance loss (models/moe.py); 0 = metric alone
     on_policy: bool = False  # the ratio is 1: one update a batch, on what the policy itself sampled
+    abandoned: str = "drop"  # samples left for another of the same prompt: "drop" | "train"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -143,7 +144,7 @@ class RolloutConfig:
 class AgentConfig:
     """The scaffold."""
 
-    kind: str  # "codeact"
+    kind: str  # "codeact" (our own loop) | "mini_swe_agent" | "openhands" (agents/scaffolds.py)
     prompt_style: str  # "compact" (tiny policies) | "full"
     observation_tokens: int  # cut of one observation
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from skyrl_jax.core.types import Completion, Episode, Message, SamplingParams, Score, Task, ToolCall
+
+SHARED = "/.skyrl/host"  # where SandboxSpec.shared is seen
 
 
 class Generator(Protocol):
@@ -38,6 +40,10 @@ class SandboxSpec:
         env: environment of every command (nothing of the host's environment is passed).
         lifetime_s: the sandbox ends itself after this many seconds.
         best_effort: accept that a limit cannot be enforced on this host (said in a warning).
+        shared: a host directory that is seen at ``SHARED``, read-only ("" = none). Sockets in it
+            can be connected to: the only way out of a sandbox without a network.
+        user: the id inside that commands run as: 1, or 2 for the program of an agent, which must
+            have another id than the commands that it asks for.
     """
 
     image: str
@@ -51,6 +57,8 @@ class SandboxSpec:
     env: Mapping[str, str] = field(default_factory=dict)
     lifetime_s: float = 3600.0
     best_effort: bool = False
+    shared: str = ""
+    user: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -144,6 +152,25 @@ class Environment(Protocol):
         ...
 
 
+@runtime_checkable
+class Shell(Protocol):
+    """What an environment has beside its four methods when a foreign scaffold can work in it."""
+
+    async def shell(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str = "",
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+    ) -> ExecResult:
+        """Run a command of the scaffold's model in the episode's sandbox, as its commands' uid.
+
+        ``cwd``: "" is where the task lies. The environment's own time and output limits hold.
+        """
+        ...
+
+
 class Agent(Protocol):
     """A scaffold: decides what to ask the model and what to do with the answer."""
 
@@ -161,11 +188,14 @@ class Renderer(Protocol):
         """Render the opening messages and the generation prompt."""
         ...
 
-    def delta(self, messages: Sequence[Message], *, stopped: bool) -> tuple[int, ...]:
+    def delta(
+        self, messages: Sequence[Message], *, stopped: bool, after: Message | None = None
+    ) -> tuple[int, ...]:
         """Render what follows a sampled completion: boundary tokens, messages, generation prompt.
 
         ``stopped`` says whether the completion's last id is the stop token; if not, the missing
-        end-of-turn token is part of the delta (so it is never trained).
+        end-of-turn token is part of the delta (so it is never trained). ``after`` is the message
+        that the completion was parsed to: some templates name its calls in the tool messages.
         """
         ...
 

@@ -46,11 +46,27 @@ class Task:
 class ToolCall:
     """A call the model asked for.
 
+    ``arguments`` are JSON values (the text forms of calls give strings only). ``id`` is what a
+    client calls it by; two calls that differ in nothing else are equal.
     Example: ``ToolCall(name="bash", arguments={"command": "ls"})``.
     """
 
     name: str
-    arguments: Mapping[str, str]
+    arguments: Mapping[str, Any]
+    id: str = field(default="", compare=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolDef:
+    """A tool as a client offers it to the model; ``parameters`` is a JSON schema.
+
+    Example: ``ToolDef(name="bash", description="Run it.", parameters={"type": "object",
+    "properties": {"command": {"type": "string"}}, "required": ["command"]})``.
+    """
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,7 +74,10 @@ class Message:
     """One chat message; ``role`` is system, user, assistant or tool.
 
     ``error`` is set on an assistant message whose tool call could not be parsed: the text says
-    what was wrong, and the agent loop feeds it back to the model.
+    what was wrong, and the agent loop feeds it back to the model. ``reasoning`` is an assistant's
+    thinking where it was told apart from the content (``None``: it was not, or a client left it
+    out). ``tool_call_id`` names the call that a tool message answers; like the ids of calls it does
+    not count when messages are compared.
     Example: ``Message(role="user", content="Fix the bug.")``.
     """
 
@@ -66,13 +85,17 @@ class Message:
     content: str
     tool_calls: tuple[ToolCall, ...] = ()
     error: str | None = None
+    reasoning: str | None = None
+    tool_call_id: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """How tokens are drawn.
 
-    The seed fixes the draw: same (prompt ids, seed, weight version), same tokens.
+    The seed fixes the draw: same (prompt ids, seed, weight version), same tokens. ``forced_ids``
+    are taken as the completion's first ids, with the log-probs that the policy really gives them
+    (the embedded engine alone can do it): for replays and tests.
     Example: ``SamplingParams(temperature=1.0, max_new_tokens=32, stop_token_ids=(2,), seed=7)``.
     """
 
@@ -83,6 +106,7 @@ class SamplingParams:
     min_p: float = 0.0
     stop_token_ids: tuple[int, ...] = ()
     seed: int | None = None
+    forced_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,12 +142,17 @@ class Completion:
 class Turn:
     """One generation call of an episode: the exact prompt ids and what came back.
 
+    ``kind``: "agent", or "aux" for a call beside the work (a title, a summary), never trained.
+    ``fork``: why a training row begins here ("" where the prompt goes on from the end of an earlier
+    turn, and for the first turn); counted by cause.
     Example: ``Turn(prompt_ids=(1, 9), completion=completion, timings={"generate_s": 0.2})``.
     """
 
     prompt_ids: tuple[int, ...]
     completion: Completion
     timings: Mapping[str, float] = field(default_factory=dict)
+    kind: str = "agent"
+    fork: str = ""
 
 
 class Status(enum.StrEnum):

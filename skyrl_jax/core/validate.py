@@ -121,13 +121,14 @@ _CHOICES = {
     "objective.advantage": ("grpo", "rloo"),
     "objective.kl_kind": ("k1", "k2", "k3"),
     "objective.reduction": ("token_mean", "sequence_mean", "sequence_sum_norm"),
+    "objective.abandoned": ("drop", "train"),
     "learner.compute_dtype": ("float32", "bfloat16"),
     "learner.moment_dtype": ("float32", "bfloat16"),
     "learner.remat": ("none", "full", "attn_out", "dots"),
     "learner.schedule": ("constant", "cosine"),
     "learner.reference_dtype": ("float32", "bfloat16"),
     "sandbox.backend": ("bwrap", "docker", "process"),
-    "agent.kind": ("codeact",),
+    "agent.kind": ("codeact", "mini_swe_agent", "openhands"),
     "agent.prompt_style": ("compact", "full"),
     "model.family": ("llama", "qwen2", "qwen3", "qwen3_moe"),
 }
@@ -150,6 +151,7 @@ def validate_config(config: RunConfig) -> RunConfig:
     _check_mesh(config)
     _check_counts(config)
     _check_reasons(config)
+    _check_agent(config)
     _check_objective(config)
     return config
 
@@ -292,6 +294,14 @@ def _check_reasons(config: RunConfig) -> None:
                 raise ConfigError(
                     f"objective.{key}: no episode is truncated for {reason!r}; known: {known}"
                 )
+
+
+def _check_agent(config: RunConfig) -> None:
+    if config.agent.kind != "codeact" and config.sandbox.backend == "process":
+        raise ConfigError(
+            f"agent.kind = {config.agent.kind!r} needs a second uid for the agent's program, and "
+            "sandbox.backend = 'process' has none: use bwrap (as root) or docker"
+        )
 
 
 def _check_counts(config: RunConfig) -> None:

@@ -103,7 +103,7 @@ class Programs:
         cache, hidden = self.prefill(
             serving, self.cache(), tokens, where, np.zeros((rows,), np.int32), pages=pages
         )
-        host = _host_rows(slots)
+        host = _host_rows(slots, self.shape.decode_steps)
         host["position"][:] = width - 1
         host["budget"][:] = self.shape.max_context - width
         host["seed"][:, 1] = np.arange(slots)
@@ -147,7 +147,7 @@ class Block:
         self._live: dict[int, _Live] = {}
         self._free = list(range(self._shape.block))[::-1]
         self._chunks: deque[tuple[_Live, int]] = deque()
-        self._host = _host_rows(self._shape.block)
+        self._host = _host_rows(self._shape.block, self._shape.decode_steps)
         self._cache = programs.cache()
         self.prefill_tokens = 0
         self.decode_tokens = 0
@@ -205,6 +205,10 @@ class Block:
         host = self._host
         for slot, live in self._live.items():
             host["budget"][slot] = live.request.max_new_tokens - len(live.ids)
+            if live.request.forced:
+                following = live.request.forced[len(live.ids) :][: self._shape.decode_steps]
+                host["forced"][:, slot] = -1
+                host["forced"][: len(following), slot] = following
         ahead = np.minimum(host["budget"], self._shape.decode_steps)
         pages = self._programs.pages(int((host["position"] + ahead)[ahead > 0].max()))
         self._cache, out = self._programs.decode(
@@ -266,6 +270,7 @@ class Block:
         self._free.append(live.slot)
         self._host["budget"][live.slot] = 0
         self._host["position"][live.slot] = 0
+        self._host["forced"][:, live.slot] = -1
         if live.chunks:
             self._chunks = deque(item for item in self._chunks if item[0] is not live)
         return Result(
@@ -287,7 +292,7 @@ def _prompt_logprobs(live: _Live) -> tuple[float | None, ...] | None:
     return (None, *flat[start : len(live.request.prompt) - 1].tolist())
 
 
-def _host_rows(slots: int) -> dict[str, np.ndarray]:
+def _host_rows(slots: int, decode_steps: int) -> dict[str, np.ndarray]:
     return {
         "token": np.zeros((slots,), np.int32),
         "position": np.zeros((slots,), np.int32),
@@ -295,4 +300,5 @@ def _host_rows(slots: int) -> dict[str, np.ndarray]:
         "temperature": np.ones((slots,), np.float32),
         "seed": np.zeros((slots, 2), np.uint32),
         "stops": np.full((slots, MAX_STOP_IDS), -1, np.int32),
+        "forced": np.full((decode_steps, slots), -1, np.int32),
     }

@@ -13,7 +13,8 @@ MAX_STOP_IDS = 8
 class Request:
     """One generation request. ``score_from`` >= 0 asks for prompt log-probs from that position.
 
-    ``seed`` is an unsigned 64-bit number.
+    ``seed`` is an unsigned 64-bit number. ``forced`` are the first ids of the completion, fed and
+    scored like drawn ones: for replays and tests; what follows them is drawn.
     """
 
     rid: str
@@ -23,6 +24,7 @@ class Request:
     seed: int
     stop_ids: tuple[int, ...] = ()
     score_from: int = -1
+    forced: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

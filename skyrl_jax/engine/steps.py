@@ -43,7 +43,8 @@ class Rows(NamedTuple):
     """What a decode dispatch knows about each slot.
 
     ``token`` is fed next at ``position``; ``budget`` tokens may still be sampled (0 = idle slot);
-    ``stops`` is padded with -1; ``seed`` holds the two words of the request's 64-bit seed.
+    ``stops`` is padded with -1; ``seed`` holds the two words of the request's 64-bit seed. Where
+    ``forced`` is not -1 that token is taken instead of the draw, with the log-prob it really has.
     """
 
     token: Int[Array, " S"]
@@ -52,6 +53,7 @@ class Rows(NamedTuple):
     temperature: Float[Array, " S"]
     seed: UInt32[Array, "S 2"]
     stops: Int[Array, "S E"]
+    forced: Int[Array, "n S"]
 
 
 class Sampled(NamedTuple):
@@ -159,7 +161,7 @@ def decode(
         n, token, cache, out = carry
         alive = live(out.count, out.stopped)
         cache, logits = _decode_one(cfg, params, cache, token, rows.position + n, pages)
-        picked, logprob = sample(logits, rows.temperature, draws[n])
+        picked, logprob = sample(logits, rows.temperature, draws[n], rows.forced[n])
         hit = jnp.any(picked[:, None] == rows.stops, axis=1)
         out = Sampled(
             ids=out.ids.at[n].set(picked),
@@ -175,13 +177,17 @@ def decode(
 
 
 def sample(
-    logits: Float[Array, "S V"], temperature: Float[Array, " S"], draw: Float[Array, " S"]
+    logits: Float[Array, "S V"],
+    temperature: Float[Array, " S"],
+    draw: Float[Array, " S"],
+    forced: Int[Array, " S"] | None = None,
 ) -> tuple[Int[Array, " S"], Float[Array, " S"]]:
     """Draw one token a row by inverse CDF; return it and its log-prob (nats, at temperature).
 
     The token is the first whose cumulative probability exceeds ``draw`` in [0, 1). A temperature
     under 1e-6 takes the most likely token, with its log-prob at temperature 1 (SGLang's rule).
-    The CDF has two levels: first a block of 32 tokens, then the token inside it.
+    The CDF has two levels: first a block of 32 tokens, then the token inside it. Where
+    ``forced`` is not negative it is the row's token.
     """
     vocab = logits.shape[-1]
     greedy = temperature < GREEDY_BELOW
@@ -204,6 +210,8 @@ def sample(
     # a plain argmax is a slow reduction on CPU
     best = jnp.min(jnp.where(scaled == top, jnp.arange(vocab), vocab - 1), axis=-1)
     token = jnp.where(greedy, best, drawn).astype(jnp.int32)
+    if forced is not None:
+        token = jnp.where(forced >= 0, forced, token)
     # rounding can leave a sure token a few ulp of its logit above log(1)
     return token, jnp.minimum(_pick(scaled, token) - top[:, 0] - jnp.log(total), 0.0)
 

@@ -36,6 +36,8 @@ def sampling_fields(sampling: SamplingParams) -> dict[str, Any]:
     }
     if sampling.seed is not None:
         fields["sampling_seed"] = sampling.seed
+    if sampling.forced_ids:
+        fields["custom_params"] = {"forced_ids": list(sampling.forced_ids)}
     return fields
 
 
@@ -72,6 +74,21 @@ def completion(
         weight_versions=_versions(meta, len(ids), served, unversioned, where),
         finish_reason=finish,
     )
+
+
+def check_forced(done: Completion, forced: Sequence[int], where: str) -> None:
+    """Make sure that the server said what it was told to say.
+
+    Raises:
+        GenerationError: it did not; SGLang ignores ``custom_params``.
+    """
+    said = done.token_ids[: len(forced)]
+    if said != tuple(forced[: len(said)]):
+        raise GenerationError(
+            f"{where}: the completion does not begin with forced_ids; the embedded engine alone "
+            "follows them",
+            cause="engine_contract",
+        )
 
 
 def routed_experts(

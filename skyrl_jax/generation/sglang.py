@@ -108,6 +108,7 @@ class SGLangGenerator:
         served = self._served
         answer = await self._generate(body, session)
         done = contract.completion(answer, served, self._unversioned, self.base_url)
+        contract.check_forced(done, sampling.forced_ids, self.base_url)
         if self._routing is None or not done.token_ids:
             return done
         shape = (len(prompt_ids) + len(done.token_ids) - 1, *self._routing)

@@ -11,6 +11,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,25 @@ MARKUP = (
     "<function=bash>\n<parameter=command>",
 )
 _UNKNOWN = "\ufffd".encode()
+_TEXT = b"\n" + bytes(range(32, 127))
 _FORMAT = "1"  # raise when training or the added tokens change, so that caches are not reused
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpecialToken:
+    """A special token: its id, and whether it takes the white space before or after it."""
+
+    id: int
+    lstrip: bool = False
+    rstrip: bool = False
+
+
 class Tokenizer:
-    """Text <-> token ids, exact both ways for every string and every byte sequence.
+    """Text <-> token ids.
+
+    Exact both ways for every string and every byte sequence with a tokenizer of ours. A model's own
+    may normalize text, or lack bytes that its corpus never held (SmolLM2's does): such characters
+    are what the `tokenizers` library makes of them.
 
     Example: ``t = train(corpus, 512); t.decode(t.encode("a < b")) == "a < b"``.
     """
@@ -47,12 +62,17 @@ class Tokenizer:
         except Exception as error:  # the Rust side raises bare Exception
             raise DataError(f"tokenizer.json is not a tokenizers file: {error}") from error
         self._plain.encode_special_tokens = True
+        for encoder in (self._markup, self._plain):  # a tokenizer.json may cut and fill
+            encoder.no_truncation()
+            encoder.no_padding()
         self._serialized = serialized
         self._bytes = _token_bytes(self._markup)
         self._byte_ids = {piece: i for i, piece in self._bytes.items() if len(piece) == 1}
-        if len(self._byte_ids) != 256:
+        lacking = [chr(byte) for byte in _TEXT if bytes([byte]) not in self._byte_ids]
+        if lacking:
             raise DataError(
-                f"tokenizer covers {len(self._byte_ids)} of 256 bytes; a byte-level BPE covers all"
+                f"tokenizer lacks {len(lacking)} ASCII characters, the first {lacking[0]!r}; a "
+                "byte-level BPE has them all"
             )
         self.vocab_size = max(self._bytes) + 1
 
@@ -92,6 +112,14 @@ class Tokenizer:
 
         return [token for token in tokens if not special(token)]
 
+    def special_tokens(self) -> dict[str, SpecialToken]:
+        """Return the special tokens by their text."""
+        return {
+            token.content: SpecialToken(id=number, lstrip=token.lstrip, rstrip=token.rstrip)
+            for number, token in self._markup.get_added_tokens_decoder().items()
+            if token.special
+        }
+
     def encode(self, text: str) -> list[int]:
         """Encode untrusted text: special and markup strings stay ordinary characters."""
         return list(self._plain.encode(text, add_special_tokens=False).ids)
@@ -108,9 +136,15 @@ class Tokenizer:
                 return ids + self.encode(data.decode("utf-8"))
             except UnicodeDecodeError as error:
                 ids += self.encode(data[: error.start].decode("utf-8"))
-                ids += [self._byte_ids[bytes([b])] for b in data[error.start : error.end]]
+                ids += self._encode_odd(data[error.start : error.end])
                 data = data[error.end :]
         return ids
+
+    def _encode_odd(self, data: bytes) -> list[int]:
+        """Encode bytes that are no UTF-8, one token each; U+FFFD for a byte that has none."""
+        unknown = self.encode("\ufffd")
+        found = [self._byte_ids.get(bytes([byte])) for byte in data]
+        return [i for one in found for i in (unknown if one is None else [one])]
 
     def decode_bytes(self, ids: Sequence[int]) -> bytes:
         """Return the exact bytes of ``ids``; an id that names no token gives U+FFFD.

@@ -6,8 +6,9 @@ socket whose other end is the supervisor's channel; the launcher holds a copy, s
 owner's side means that the sandbox, its mounts and its cgroups are gone.
 
 As root, a user namespace maps uid 0 -> 100000 (supervisor: SETUID, SETGID, KILL and nothing else)
-and 1 -> 100001 (commands: no capability): no process inside is host uid 0. The agent's files must
-belong to host uid 100001: see ``prepare_layer``. As a plain user only the own uid can be mapped, so
+1 -> 100001 (commands: no capability) and 2 -> 100002 (the program of an agent, in a sandbox of its
+own: no capability): no process inside is host uid 0. The agent's files must belong to host uid
+100001: see ``prepare_layer``. As a plain user only the own uid can be mapped, so
 each command runs in a pid namespace of its own (it cannot see the supervisor), and without a
 writable cgroup the limits are per-process rlimits, accepted only with ``best_effort``.
 """
@@ -28,7 +29,7 @@ from types import TracebackType
 from typing import Self
 
 from skyrl_jax.core.errors import ImageError, InfraError, SandboxGone, SandboxTimeout
-from skyrl_jax.core.protocols import ExecResult, SandboxSpec
+from skyrl_jax.core.protocols import SHARED, ExecResult, SandboxSpec
 from skyrl_jax.sandbox.cgroup import CgroupPlan, OomCounter, open_cgroups, remove_tree
 from skyrl_jax.sandbox.channel import (
     BASE_ENV,
@@ -41,6 +42,7 @@ from skyrl_jax.sandbox.native_build import NativePrograms, build_native
 
 UID_BASE = 100_000  # uid 0 of the sandbox on the host; the commands' uid is the next one
 AGENT_UID = UID_BASE + 1
+PROGRAM_UID = UID_BASE + 2  # SandboxSpec.user = 2: an agent's own program
 _CAPS_TWO_UIDS = ("CAP_SETUID", "CAP_SETGID", "CAP_KILL")
 _CAPS_ONE_UID = ("CAP_SYS_ADMIN", "CAP_SETPCAP", "CAP_KILL")
 _ENDED_INSIDE, _LIFETIME = 3, 4
@@ -85,6 +87,11 @@ class BwrapProvider:
         """Number of sandboxes that are not destroyed yet."""
         return len(self._sandboxes)
 
+    @property
+    def program_uid(self) -> int | None:
+        """Host uid of processes in sandboxes with ``user=2``; ``None``: no second uid here."""
+        return PROGRAM_UID if self._root else None
+
     async def __aenter__(self) -> Self:
         """Compile the helpers, remove leftovers of dead runs, make the run's cgroup.
 
@@ -128,6 +135,7 @@ class BwrapProvider:
             InfraError: bwrap, the kernel or a limit that cannot be enforced; text of the cause.
             CapacityError: no process could be started.
         """
+        self._check_user(spec.user)
         plan = self._limits(spec)
         arguments = self._arguments(spec, plan)
         box = BwrapSandbox(spec, plan, self._sandboxes.discard)
@@ -138,6 +146,16 @@ class BwrapProvider:
             await box.destroy()
             raise
         return box
+
+    def _check_user(self, user: int) -> None:
+        if user not in (1, 2):
+            raise InfraError(f"no uid {user} in a sandbox: user must be 1 or 2", cause="user")
+        if user == 2 and not self._root:
+            raise InfraError(
+                "the program of an agent needs another uid than its commands, and a plain user can "
+                "map one alone: start as root, or choose sandbox.backend=docker",
+                cause="user",
+            )
 
     def _limits(self, spec: SandboxSpec) -> CgroupPlan | None:
         if spec.network:
@@ -163,7 +181,7 @@ class BwrapProvider:
 
     def _arguments(self, spec: SandboxSpec, plan: CgroupPlan | None) -> list[str]:
         lowers = [*spec.layers, str(self._native.layer), spec.image]
-        for path in (*spec.layers, spec.image):
+        for path in (*spec.layers, spec.image, *([spec.shared] if spec.shared else ())):
             _check_directory(path)
         if not os.path.lexists(os.path.join(spec.image, "bin")):
             raise ImageError(f"image {spec.image} has no /bin: it is not a root filesystem")
@@ -171,16 +189,21 @@ class BwrapProvider:
         launcher += ["-t", str(int(spec.lifetime_s * 1000))]
         for lower in lowers:
             launcher += ["-l", os.path.abspath(lower)]
+        if spec.shared:
+            launcher += ["-b", os.path.abspath(spec.shared)]
         for directory in plan.directories if plan else ():
             launcher += ["-c", directory]
         for write in plan.writes if plan else ():
             launcher += ["-w", write]
         if self._root:
             launcher += ["-m", str(UID_BASE)]
-        return [*launcher, "--", *self._bwrap_command(), *self._supervisor(spec, plan)]
+        return [*launcher, "--", *self._bwrap_command(spec), *self._supervisor(spec, plan)]
 
-    def _bwrap_command(self) -> list[str]:
-        command = [self._bwrap, "--bind", "m", "/", "--proc", "/proc", "--dev", "/dev"]
+    def _bwrap_command(self, spec: SandboxSpec) -> list[str]:
+        command = [self._bwrap, "--bind", "m", "/"]
+        if spec.shared:
+            command += ["--ro-bind", "b", SHARED]
+        command += ["--proc", "/proc", "--dev", "/dev"]
         command += ["--size", str(64 << 20), "--tmpfs", "/dev/shm", "--chmod", "1777", "/dev/shm"]
         command += ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts"]
         command += ["--unshare-cgroup-try", "--hostname", "sandbox", "--die-with-parent"]
@@ -191,7 +214,9 @@ class BwrapProvider:
 
     def _supervisor(self, spec: SandboxSpec, plan: CgroupPlan | None) -> list[str]:
         command = ["/.skyrl/supervisor"]
-        command += ["--mode", "pid1", "--uid", "1"] if self._root else ["--mode", "pidns"]
+        command += (
+            ["--mode", "pid1", "--uid", str(spec.user)] if self._root else ["--mode", "pidns"]
+        )
         if plan is None:
             command += ["--nproc", str(spec.pids), "--as", str(spec.memory_mb << 20)]
         return command

@@ -1,9 +1,10 @@
 """Docker sandboxes: one container per sandbox, the supervisor as PID 1, one attached channel.
 
 The supervisor runs as container uid 0 with no capability but SETUID, SETGID and KILL; commands run
-as uid 1 with none and no_new_privileges. Without userns-remap container uid 0 is host uid 0: only
-the supervisor has it, never a command. The container's standard input is the channel: when the
-owner dies the daemon closes it, the supervisor ends, and the container removes itself.
+as uid 1 (an agent's program, in a container of its own, as uid 2) with none and no_new_privileges.
+Without userns-remap container uid 0 is host uid 0: only the supervisor has it, never a command. The
+container's standard input is the channel: when the owner dies the daemon closes it, the supervisor
+ends, and the container removes itself.
 
 Docker cannot limit a container's disk use on most storage drivers: ``disk_mb`` limits single files
 only, so it must be accepted with ``best_effort``.
@@ -25,7 +26,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 from skyrl_jax.core.errors import HostError, ImageError, InfraError, SandboxGone, SandboxTimeout
-from skyrl_jax.core.protocols import ExecResult, SandboxSpec
+from skyrl_jax.core.protocols import SHARED, ExecResult, SandboxSpec
 from skyrl_jax.sandbox.cgroup import OomCounter, owner_alive, run_name
 from skyrl_jax.sandbox.channel import BASE_ENV, SupervisorChannel
 from skyrl_jax.sandbox.docker_stream import AttachedStream
@@ -33,7 +34,7 @@ from skyrl_jax.sandbox.native_build import NativePrograms, build_native
 
 T = TypeVar("T")
 _CALL_TIMEOUT_S = 60.0
-_ENTRYPOINT = ["/.skyrl/supervisor", "--mode", "pid1", "--uid", "1"]
+_ENTRYPOINT = ["/.skyrl/supervisor", "--mode", "pid1"]
 _LABEL_RUN = "skyrl.run"
 _LABEL_HOST = "skyrl.boot"
 _OOM_FILES = (
@@ -76,6 +77,11 @@ class DockerProvider:
     def live(self) -> int:
         """Number of sandboxes that are not destroyed yet."""
         return len(self._sandboxes)
+
+    @property
+    def program_uid(self) -> int | None:
+        """Host uid of processes in sandboxes with ``user=2`` (the daemon remaps no ids)."""
+        return 2
 
     async def __aenter__(self) -> Self:
         """Compile the supervisor, reach the daemon, remove containers of dead runs.
@@ -199,7 +205,7 @@ class DockerProvider:
             spec.image,
             name=f"skyrl-{self._run}-{next(self._ids)}".replace(".", "-"),
             entrypoint=_ENTRYPOINT,
-            command=["--fsize", str(spec.disk_mb << 20)],
+            command=["--uid", str(spec.user), "--fsize", str(spec.disk_mb << 20)],
             user="0:0",
             stdin_open=True,
             labels={_LABEL_RUN: self._run, _LABEL_HOST: _boot_id()},
@@ -221,6 +227,9 @@ class DockerProvider:
         return container, channel
 
     def _host_config(self, spec: SandboxSpec) -> Any:
+        binds = {str(self._native.supervisor): {"bind": "/.skyrl/supervisor", "mode": "ro"}}
+        if spec.shared:
+            binds[os.path.abspath(spec.shared)] = {"bind": SHARED, "mode": "ro"}
         return self._client.create_host_config(
             network_mode="bridge" if spec.network else "none",
             cap_drop=["ALL"],
@@ -231,7 +240,7 @@ class DockerProvider:
             pids_limit=spec.pids,
             cpu_period=100_000,
             cpu_quota=max(1000, int(spec.cpus * 100_000)),
-            binds={str(self._native.supervisor): {"bind": "/.skyrl/supervisor", "mode": "ro"}},
+            binds=binds,
             auto_remove=True,
         )
 
@@ -262,6 +271,10 @@ class DockerProvider:
             ImageError: no such image or layer.
             InfraError: the daemon failed, or ``disk_mb`` is not accepted as best effort.
         """
+        if spec.user not in (1, 2):
+            raise InfraError(f"no uid {spec.user} in a sandbox: user must be 1 or 2", cause="user")
+        if spec.shared and not os.path.isdir(spec.shared):
+            raise ImageError(f"shared folder {spec.shared} is not a directory")
         if not spec.best_effort:
             raise InfraError(
                 "docker cannot limit a sandbox's disk use (only single files): accept this with "

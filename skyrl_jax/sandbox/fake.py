@@ -12,9 +12,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from skyrl_jax.core.errors import AgentCausedError, HostError, SandboxGone
+from skyrl_jax.core.errors import AgentCausedError, HostError, InfraError, SandboxGone
 from skyrl_jax.core.protocols import ExecResult, SandboxSpec
 from skyrl_jax.sandbox import wire
+from skyrl_jax.sandbox.process import NO_PROGRAMS
 
 Files = dict[str, bytes]
 Script = Callable[[str | Sequence[str], Files], ExecResult]
@@ -46,6 +47,11 @@ class FakeProvider:
         """Number of sandboxes that are not destroyed yet."""
         return sum(not box.destroyed for box in self.created)
 
+    @property
+    def program_uid(self) -> int | None:
+        """``None``: nothing runs here."""
+        return None
+
     async def __aenter__(self) -> Self:
         """Do nothing."""
         return self
@@ -65,6 +71,8 @@ class FakeProvider:
         error = self._errors.pop(0) if self._errors else None
         if error is not None:
             raise error
+        if spec.shared or spec.user != 1:
+            raise InfraError(NO_PROGRAMS.format(backend="fake"), cause="user")
         box = FakeSandbox(spec, self.script)
         self.created.append(box)
         return box

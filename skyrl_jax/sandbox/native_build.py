@@ -22,7 +22,7 @@ _COMPILE_TIMEOUT_S = 120.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NativePrograms:
-    """Paths of the compiled programs. ``layer`` is a directory that holds only the supervisor."""
+    """Paths of the compiled programs. ``layer`` holds only /.skyrl."""
 
     launcher: Path
     supervisor: Path
@@ -75,9 +75,9 @@ def _compile_into(target: Path) -> None:
                     cause="compiler",
                 )
         home = scratch / "layer" / ".skyrl"
-        home.mkdir(parents=True)
+        (home / "host").mkdir(parents=True)  # what SandboxSpec.shared is bound to
         (scratch / "supervisor").rename(home / "supervisor")
-        for path in (scratch, scratch / "layer", home, home / "supervisor"):
+        for path in (scratch, scratch / "layer", home, home / "host", home / "supervisor"):
             path.chmod(0o755)
         os.rename(scratch, target)
     except OSError as error:

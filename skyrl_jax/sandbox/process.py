@@ -32,6 +32,10 @@ from skyrl_jax.sandbox.channel import (
 from skyrl_jax.sandbox.native_build import NativePrograms, build_native
 
 _PREFIX = "skyrl-process-"
+NO_PROGRAMS = (
+    "sandbox.backend={backend} has neither another uid for an agent's program nor a folder to "
+    "share with it: choose bwrap or docker"
+)
 
 
 class ProcessProvider:
@@ -59,6 +63,11 @@ class ProcessProvider:
         """Number of sandboxes that are not destroyed yet."""
         return len(self._sandboxes)
 
+    @property
+    def program_uid(self) -> int | None:
+        """``None``: everything runs with the current user's uid."""
+        return None
+
     async def __aenter__(self) -> Self:
         """Compile the supervisor; remove what dead owners left."""
         await asyncio.to_thread(sweep_folders, _PREFIX)
@@ -75,7 +84,13 @@ class ProcessProvider:
         await asyncio.gather(*(box.destroy() for box in list(self._sandboxes)))
 
     async def create(self, spec: SandboxSpec) -> ProcessSandbox:
-        """Copy the layers and start a supervisor."""
+        """Copy the layers and start a supervisor.
+
+        Raises:
+            InfraError: the spec shares a directory or asks for another uid: there is none here.
+        """
+        if spec.shared or spec.user != 1:
+            raise InfraError(NO_PROGRAMS.format(backend="process"), cause="user")
         root = tempfile.mkdtemp(prefix=_PREFIX, suffix=f".{run_name(self._run_id)}")
         box = ProcessSandbox(spec, Path(root), self._sandboxes.discard)
         self._sandboxes.add(box)

@@ -29,7 +29,6 @@ _OFF_SAMPLING: dict[str, tuple[Any, ...]] = {
     "ebnf": (),
     "structural_tag": (),
     "logit_bias": ({},),
-    "custom_params": (),
     "beam_width": (1,),
     "watermark": (),
     "choice": ([],),
@@ -210,7 +209,20 @@ def _request(
         seed=(secrets.randbits(64) if seed is None else seed) & 0xFFFFFFFFFFFFFFFF,
         stop_ids=tuple(stops),
         score_from=score_from if logprob and score_from >= 0 else -1,
+        forced=_forced(sampling.get("custom_params"), limits),
     )
+
+
+def _forced(custom: Any, limits: Limits) -> tuple[int, ...]:
+    """Read what custom_params may hold: {"forced_ids": [...]}."""
+    if custom is None:
+        return ()
+    ids = custom.get("forced_ids") if isinstance(custom, dict) and len(custom) == 1 else None
+    if not isinstance(ids, list) or not all(type(x) is int for x in ids):
+        raise BadRequest('custom_params may hold {"forced_ids": [token ids]} and nothing else')
+    if ids and (min(ids) < 0 or max(ids) >= limits.vocab_size):
+        raise BadRequest(f"forced_ids must lie in [0, {limits.vocab_size}), the vocabulary")
+    return tuple(ids)
 
 
 def _check_prompt(prompt: list[int], max_new: int, limits: Limits) -> None:

@@ -12,10 +12,9 @@ Openings and rewrites are made from tasks that are only read, never executed.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from skyrl_jax.actor.collect import collect, healthy
-from skyrl_jax.agents.scripted import SCRIPTED_VERSION, ScriptedAgent, edit
+from skyrl_jax.agents.scripted import CODEACT, SCRIPTED_VERSION, ScriptedAgent, Words, words_of
 from skyrl_jax.core.errors import HostError
 from skyrl_jax.core.types import Completion, Episode, Message, Status, Task, Turn
 from skyrl_jax.generation.renderer import ChatMLRenderer
@@ -31,10 +30,10 @@ async def play(world: World, tasks: Sequence[Task]) -> list[Episode]:
     Raises:
         HostError: less than half of them were.
     """
-    loop = world.agent("demo")
     script = ScriptedAgent(
-        loop=replace(loop, limits=replace(loop.limits, max_turns=4)),
+        loop=world.agent("demo", max_turns=4),
         renderer=world.renderer,
+        words=words_of(world.config.agent.kind),
         wrong_first=WRONG_FIRST,
         seed=world.config.tasks.seed,
     )
@@ -62,34 +61,37 @@ async def play(world: World, tasks: Sequence[Task]) -> list[Episode]:
     return kept
 
 
-def opening(renderer: ChatMLRenderer, task: Task) -> Episode:
+def opening(renderer: ChatMLRenderer, task: Task, words: Words = CODEACT) -> Episode:
     """Return the one-turn episode that makes the right edit to a task's opening message."""
     payload = task.payload
-    text = edit(payload["path"], payload["old_str"], payload["new_str"])
-    return _one_turn(renderer, task, task.prompt, renderer.assistant_ids(text))
+    text = words.edit(payload["path"], payload["old_str"], payload["new_str"])
+    messages = words.opening(task.prompt)
+    return _one_turn(renderer, task, messages, renderer.assistant_ids(text))
 
 
-def rewrite(renderer: ChatMLRenderer, task: Task) -> Episode:
+def rewrite(renderer: ChatMLRenderer, task: Task, words: Words = CODEACT) -> Episode:
     """Return the one-turn episode that answers with the whole repaired function."""
     payload = task.payload
     fixed = payload["function"].replace(payload["buggy_line"], payload["fixed_line"])
     ids = (*renderer.tokenizer.encode(fixed.rstrip()), renderer.stop_id)
-    return _one_turn(renderer, task, task.prompt.replace("Fix ", "Rewrite ", 1), ids)
+    messages = words.opening(task.prompt.replace("Fix ", "Rewrite ", 1))
+    return _one_turn(renderer, task, messages, ids)
 
 
-def _one_turn(renderer: ChatMLRenderer, task: Task, prompt: str, ids: Sequence[int]) -> Episode:
-    opening_message = (Message(role="user", content=prompt),)
+def _one_turn(
+    renderer: ChatMLRenderer, task: Task, messages: tuple[Message, ...], ids: Sequence[int]
+) -> Episode:
     completion = Completion(
         token_ids=tuple(ids),
         logprobs=(0.0,) * len(ids),
         weight_versions=(SCRIPTED_VERSION,) * len(ids),
         finish_reason="stop",
     )
-    turn = Turn(prompt_ids=tuple(renderer.initial(opening_message)), completion=completion)
+    turn = Turn(prompt_ids=tuple(renderer.initial(messages)), completion=completion)
     return Episode(
         task_id=task.task_id,
         sample_index=0,
-        messages=opening_message,
+        messages=messages,
         turns=(turn,),
         status=Status.TRUNCATED,
         reason="turns",

@@ -357,7 +357,8 @@ def record(live: Run, outcome: StepOutcome, begun: float) -> bool:
     live.host = replace(outcome.host, wall_s=live.wall_s)
     settle(live)
     step, marked = live.host.step, time.perf_counter()
-    write_rollouts(rollout_path(live.workdir, step), outcome.trajectories)
+    path = rollout_path(live.workdir, step)
+    write_rollouts(path, outcome.trajectories, abandoned=live.config.objective.abandoned)
     due = step == live.config.train.steps or step % live.config.train.checkpoint_every == 0
     if due:
         save(live)

@@ -3,7 +3,7 @@
 Fields of a line: task_id, sample_index, status, reason, score {value, verdict, breakdown} or null,
 submission, temperature, timings, messages, turns and rows.
     turns   one a generation call: finish_reason, num_prompt, num_completion, timings (tool and
-            engine seconds)
+            engine seconds), and, where they say something, kind ("aux") and fork (its cause)
     rows    token_ids, mask, logprobs, weight_versions: what batching/sequences.py trains. One row
             unless the prompt was rewritten; mask is 1 on sampled tokens, each in exactly one row;
             logprobs (nats) and versions are 0 and -1 elsewhere. ``rows_error`` says why there are
@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from skyrl_jax.batching.sequences import make_rows
+from skyrl_jax.batching.sequences import AGENT, make_rows
 from skyrl_jax.core.errors import DataError
 from skyrl_jax.core.types import Episode, Message, Score, Trajectory, Turn
 
@@ -30,15 +30,21 @@ def rollout_path(workdir: Path, step: int) -> Path:
     return workdir / "rollouts" / f"step_{step:06d}.jsonl"
 
 
-def write_rollouts(path: Path, trajectories: Iterable[Trajectory]) -> Path:
-    """Write the episodes of a step; the file is whole or absent, whenever the process ends."""
+def write_rollouts(
+    path: Path, trajectories: Iterable[Trajectory], *, abandoned: str = "drop"
+) -> Path:
+    """Write the episodes of a step; the file is whole or absent, whenever the process ends.
+
+    ``abandoned``: objective.abandoned of the run, for the rows.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(path.name + ".partial")
     # ASCII with escapes holds whatever a command printed, lone surrogates too.
     # check_circular costs a fifth of the time and these records are built here: they are trees.
     encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
     with partial.open("w", encoding="ascii") as file:
-        file.writelines(encode(episode_record(item)) + "\n" for item in trajectories)
+        records = (episode_record(item, abandoned) for item in trajectories)
+        file.writelines(encode(record) + "\n" for record in records)
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)
@@ -59,7 +65,7 @@ def read_rollouts(path: Path) -> Iterator[dict[str, Any]]:
                 raise DataError(f"{path} line {number} is no episode: {error}") from error
 
 
-def episode_record(trajectory: Trajectory) -> dict[str, Any]:
+def episode_record(trajectory: Trajectory, abandoned: str = "drop") -> dict[str, Any]:
     """Return an episode and its score as plain JSON values."""
     episode = trajectory.episode
     return {
@@ -73,11 +79,11 @@ def episode_record(trajectory: Trajectory) -> dict[str, Any]:
         "timings": _numbers(episode.timings),
         "messages": [_message(message) for message in episode.messages],
         "turns": [_turn(turn) for turn in episode.turns],
-        **_rows(episode),
+        **_rows(episode, abandoned),
     }
 
 
-def token_rows(episode: Episode) -> list[dict[str, list[Any]]]:
+def token_rows(episode: Episode, abandoned: str = "drop") -> list[dict[str, list[Any]]]:
     """Return the training rows of an episode as plain lists, by the same code that trains them.
 
     Raises:
@@ -90,14 +96,14 @@ def token_rows(episode: Episode) -> list[dict[str, list[Any]]]:
             "logprobs": row.behavior_logprobs.tolist(),
             "weight_versions": row.weight_versions.tolist(),
         }
-        for row in make_rows(episode).sequences
+        for row in make_rows(episode, abandoned=abandoned).sequences
     ]
 
 
-def _rows(episode: Episode) -> dict[str, Any]:
+def _rows(episode: Episode, abandoned: str) -> dict[str, Any]:
     """Return the rows, or why there are none: the record of a broken episode is wanted most."""
     try:
-        return {"rows": token_rows(episode)}
+        return {"rows": token_rows(episode, abandoned)}
     except DataError as error:
         return {"rows": [], "rows_error": str(error)}
 
@@ -120,12 +126,17 @@ def _message(message: Message) -> dict[str, Any]:
 
 
 def _turn(turn: Turn) -> dict[str, Any]:
-    return {
+    record: dict[str, Any] = {
         "finish_reason": turn.completion.finish_reason,
         "num_prompt": len(turn.prompt_ids),
         "num_completion": len(turn.completion.token_ids),
         "timings": _numbers(turn.timings),
     }
+    if turn.kind != AGENT:
+        record["kind"] = turn.kind
+    if turn.fork:
+        record["fork"] = turn.fork
+    return record
 
 
 def _numbers(timings: Mapping[str, float]) -> dict[str, float]:

@@ -71,6 +71,7 @@ async def run_step(
         updates=config.learner.updates_per_batch,
         seed=derive_seed(config.seed, "batch", step),
         total_rows=rows_per_minibatch(config),
+        routing=rollout.replay_routing,
     )
     ledger = host.ledger.sample(collected.sampled_tokens).train(batch.trained)
     ledger = ledger.drop_all(batch.dropped).drop("abandoned", collected.abandoned_tokens).check()

@@ -20,6 +20,14 @@ def check_trainable(config: RunConfig) -> RunConfig:
             f"tasks.source = {config.tasks.source!r}: training draws from 'synthetic' tasks; rows "
             "of a file can be graded with launchers/evaluate.py"
         )
+    agent = config.agent
+    taught = agent.kind == "mini_swe_agent" and agent.prompt_style == "compact"
+    if agent.kind != "codeact" and config.sft.max_steps and not taught:
+        raise ConfigError(
+            f"agent.kind = {agent.kind!r}, agent.prompt_style = {agent.prompt_style!r}: the warm "
+            "start teaches 'codeact', and 'mini_swe_agent' in its compact style; or set "
+            "sft.max_steps=0"
+        )
     if len(config.engine.servers) > 1:
         raise ConfigError("engine.servers: one server; a fleet is not built yet")
     return config

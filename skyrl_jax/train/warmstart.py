@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from skyrl_jax.actor.collect import collect, healthy
+from skyrl_jax.agents.scripted import words_of
 from skyrl_jax.agents.seeds import derive_seed
 from skyrl_jax.batching.minibatch import assemble_sft
 from skyrl_jax.core.config import SftConfig
@@ -87,11 +88,12 @@ async def make_demos(world: World) -> Demos:
     )
     shapes = {body_shape(str(task.payload["function"])) for task in tasks}
     write_json(_shapes_path(world.workdir), sorted(shapes))
+    words = words_of(cfg.agent.kind)
     return Demos(
         head=head,
         played=tuple(await demonstrations.play(world, [every[at] for at in seen])),
-        openings=tuple(demonstrations.opening(world.renderer, task) for task in tasks),
-        rewrites=tuple(demonstrations.rewrite(world.renderer, task) for task in tasks),
+        openings=tuple(demonstrations.opening(world.renderer, task, words) for task in tasks),
+        rewrites=tuple(demonstrations.rewrite(world.renderer, task, words) for task in tasks),
     )
 
 

@@ -11,17 +11,19 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from skyrl_jax.agents.loop import CodeActAgent, make_codeact
+from skyrl_jax.agents.loop import make_codeact
 from skyrl_jax.agents.parsing import LENGTH_CUT, NO_CALL, parse_assistant
-from skyrl_jax.agents.scripted import SUBMIT, edit
+from skyrl_jax.agents.scripted import words_of
 from skyrl_jax.core.config import ModelConfig, RunConfig
 from skyrl_jax.core.errors import DataError, GenerationError, HostError
+from skyrl_jax.core.protocols import Agent
 from skyrl_jax.core.types import Task
 from skyrl_jax.generation.renderer import ChatMLRenderer
+from skyrl_jax.generation.renderer.matrix import check_template, summary
 from skyrl_jax.generation.sglang import SGLangGenerator
 from skyrl_jax.generation.tokenizer import Tokenizer, load_or_train
 from skyrl_jax.models import hf
@@ -35,6 +37,7 @@ from skyrl_jax.tasks.swe.environment import PASSED
 from skyrl_jax.tasks.swe.rows import SweRow
 from skyrl_jax.tasks.swe.suite import SweSuite, row_digest, synthetic_splits, task_row
 from skyrl_jax.train.pretrained import TOKENIZER, pretrained_tokenizer
+from skyrl_jax.train.scaffold import Scaffold, open_scaffold
 from skyrl_jax.train.workdir import read_json, write_json
 from skyrl_jax.weights.store import FolderStore
 
@@ -55,11 +58,19 @@ class World:
     store: FolderStore
     publisher: Publisher
     bridge: Bridge
+    scaffold: Scaffold | None
 
-    def agent(self, phase: str, *, temperature: float | None = None) -> CodeActAgent:
+    def agent(
+        self, phase: str, *, temperature: float | None = None, max_turns: int | None = None
+    ) -> Agent:
         """Return the scaffold for one phase; the phase is part of every sampling seed."""
+        rollout = self.config.rollout
+        if max_turns is not None:
+            rollout = replace(rollout, max_turns=max_turns)
+        if self.scaffold is not None:
+            return self.scaffold.agent(rollout, phase, temperature)
         return make_codeact(
-            self.config.rollout,
+            rollout,
             self.config.agent,
             self.renderer,
             self.tokenizer,
@@ -118,6 +129,7 @@ async def open_world(
         suite = await _open_suite(config, workdir, cache, provider, say)
         tokenizer = _open_tokenizer(config, workdir, cache, suite)
         renderer = ChatMLRenderer(tokenizer, parse_assistant)
+        say(f"chat template: {summary(check_template(renderer.text))}")
         store = FolderStore(workdir / "weights", keep=config.train.keep_weight_versions)
         store.sweep()
         publisher = make_publisher(config.model, store, dtype=config.learner.compute_dtype)
@@ -130,6 +142,9 @@ async def open_world(
             routing=_routing(config),
         )
         await stack.enter_async_context(generator)
+        scaffold = await stack.enter_async_context(
+            open_scaffold(config, cache, provider, renderer, generator)
+        )
         # the tokenizer beside the weights: another run can start from such a folder
         bridge = Bridge(
             store,
@@ -150,6 +165,7 @@ async def open_world(
             store=store,
             publisher=publisher,
             bridge=bridge,
+            scaffold=scaffold,
         )
 
 
@@ -163,12 +179,13 @@ def hf_files(workdir: Path) -> dict[str, bytes]:
     return {TOKENIZER: (workdir / TOKENIZER).read_bytes()}
 
 
-def warm_start_corpus(tasks: Iterable[Task]) -> Iterable[str]:
+def warm_start_corpus(tasks: Iterable[Task], kind: str = "codeact") -> Iterable[str]:
     """Yield the texts a tokenizer is trained on: prompts and the repairs, as they are written."""
+    words = words_of(kind)
     for task in tasks:
         payload = task.payload
         yield f"{task.prompt}\n{payload['new_str']}\n"
-    yield edit("a.py", "x", "y") + SUBMIT
+    yield words.edit("a.py", "x", "y") + words.submit
     yield from (PASSED, NO_CALL, LENGTH_CUT)
 
 
@@ -267,7 +284,7 @@ def _open_tokenizer(config: RunConfig, workdir: Path, cache: Path, suite: SweSui
     if config.model.checkpoint:
         tokenizer = pretrained_tokenizer(config.model)
     else:
-        corpus = list(warm_start_corpus(suite.tasks("train")))
+        corpus = list(warm_start_corpus(suite.tasks("train"), config.agent.kind))
         tokenizer = load_or_train(corpus, config.model.vocab_size, cache / "tokenizers")
     tokenizer.save(path)
     return tokenizer

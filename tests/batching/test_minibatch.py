@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -9,7 +11,7 @@ from hypothesis import strategies as st
 
 from skyrl_jax.batching.ledger import Ledger
 from skyrl_jax.batching.minibatch import assemble, assemble_sft, sampled_tokens, split
-from skyrl_jax.core.errors import LedgerError
+from skyrl_jax.core.errors import DataError, LedgerError
 from skyrl_jax.core.types import Status, TrajectoryGroup
 from tests.batching.make import episode, group, objective, trajectory, turn
 
@@ -76,6 +78,37 @@ def test_every_filter_is_in_the_ledger() -> None:
     # a masked rollout stays in the statistics: mean over 4 members, not 3
     assert batch.advantages.max() == 0.75
     assert made.stats["mixed_groups"] == 1 and made.stats["mixed_group_fraction"] == 0.5
+
+
+def test_what_is_beside_the_work_is_in_the_ledger_and_in_no_statistics() -> None:
+    title = dataclasses.replace(turn([9], [9, 9, 9]), kind="aux")
+    retry = (turn([1, 2], [8]), turn([1, 2], [3]), turn([1, 2, 3, 4], [5]))
+    members = (
+        trajectory(1, title, *retry, index=0),
+        trajectory(0, turn([1, 2], [3, 4]), index=1),
+        trajectory(1, title, index=2),  # the agent said nothing: no member (faults C20)
+    )
+    groups = [TrajectoryGroup(task_id="t", trajectories=members)]
+    made = build(groups)
+    assert made.trained == 4 and made.dropped == {"aux": 6, "abandoned": 1}
+    assert made.minibatches[0].advantages.max() == 0.5, "the mean is over two"
+    ledger(groups, made).check_closed()
+    kept = build(groups, abandoned="train")
+    assert kept.trained == 5 and kept.dropped == {"aux": 6}
+    ledger(groups, kept).check_closed()
+
+
+def test_forks_are_in_the_metrics_by_cause() -> None:
+    forked = (turn([1, 2], [3]), dataclasses.replace(turn([1, 9], [4]), fork="compaction"))
+    members = (trajectory(1, *forked, index=0), trajectory(0, turn([1], [2]), index=1))
+    made = build([TrajectoryGroup(task_id="t", trajectories=members)])
+    assert made.stats["forks"] == made.stats["forks/compaction"] == 1
+
+
+def test_samples_without_routing_are_refused_where_it_is_replayed() -> None:
+    """Faults C15."""
+    with pytest.raises(DataError, match="routed_experts"):
+        assemble([group([1, 0])], objective(), updates=1, **SHAPE, routing=True)
 
 
 def test_zeroed_reasons_make_a_solved_but_unsubmitted_group_mixed() -> None:

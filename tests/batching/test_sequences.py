@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+import time
 
 import numpy as np
 import pytest
@@ -69,6 +71,11 @@ def test_the_longest_match_wins() -> None:
 def test_the_longest_match_wins_also_over_a_later_one() -> None:
     out, made = rows(turn([1], [2, 3]), turn([1], [2]), turn([1, 2, 3, 4], [5]))
     assert out == [([1, 2, 3, 4, 5], [0, 1, 1, 0, 1])] and made.abandoned_tokens == 1
+
+
+def test_a_sample_that_ends_alike_is_not_the_one_that_was_continued() -> None:
+    out, made = rows(turn([1], [3, 4]), turn([1], [9, 4]), turn([1, 3, 4, 5], [6]))
+    assert out == [([1, 3, 4, 5, 6], [0, 1, 1, 0, 1])] and made.abandoned_tokens == 2
 
 
 def test_a_branch_trains_the_shared_token_once() -> None:
@@ -155,6 +162,79 @@ def test_negative_ids_and_empty_prompts_are_refused() -> None:
         rows(turn([1], [-5], [-0.1]))
     with pytest.raises(DataError, match="empty prompt"):
         rows(turn([], [5]))
+
+
+def aborted(item):
+    completion = dataclasses.replace(item.completion, finish_reason="abort")
+    return dataclasses.replace(item, completion=completion)
+
+
+def test_a_partial_answer_is_dropped_unless_it_was_continued() -> None:
+    """Faults C10: masked, and what comes after it too, in arrays of one length."""
+    out, made = rows(turn([1], [2]), aborted(turn([1, 2, 3], [4, 4, 4])), turn([1, 2, 3], [5, 6]))
+    assert out == [
+        ([1, 2, 3, 4, 4, 4], [0, 1, 0, 0, 0, 0]),
+        ([1, 2, 3, 5, 6], [0, 0, 0, 1, 1]),
+    ]
+    assert made.dropped == {"abandoned": 3}
+    on = [turn([1], [2]), aborted(turn([1, 2, 3], [4, 4])), turn([1, 2, 3, 4, 4, 5], [6])]
+    out, made = rows(*on)
+    assert out == [([1, 2, 3, 4, 4, 5, 6], [0, 1, 0, 1, 1, 0, 1])] and made.dropped == {}
+
+
+def test_abandoned_samples_are_trained_where_the_config_says_so() -> None:
+    turns = (turn([1, 2], [8]), turn([1, 2], [3]), turn([1, 2, 3, 4], [5]))
+    made = make_rows(episode(*turns), abandoned="train")
+    assert [row.mask.sum() for row in made.sequences] == [1, 2] and made.dropped == {}
+    partial = make_rows(episode(aborted(turn([1], [2]))), abandoned="train")
+    assert partial.sequences == () and partial.dropped == {"abandoned": 1}
+    with pytest.raises(DataError, match="'keep' is none of drop, train"):
+        make_rows(episode(), abandoned="keep")
+
+
+def test_an_answer_after_a_way_back_is_no_abandoned_one() -> None:
+    """Its sibling was continued before it was asked for: the agent chose to sample again."""
+    out, made = rows(turn([1], [2]), turn([1, 2, 3], [4]), turn([1], [5]))
+    assert made.abandoned_tokens == 0
+    assert out == [([1, 2, 3, 4], [0, 1, 0, 1]), ([1, 5], [0, 1])]
+
+
+def test_auxiliary_calls_make_no_row_and_are_in_nobodys_way() -> None:
+    aux = dataclasses.replace(turn([1, 2, 3, 9], [9, 9]), kind="aux")
+    out, made = rows(turn([1, 2], [3]), aux, turn([1, 2, 3, 4], [5]))
+    assert out == [([1, 2, 3, 4, 5], [0, 0, 1, 0, 1])]
+    assert made.dropped == {"aux": 2} and made.forks == 0
+    with pytest.raises(DataError, match="turn 0: kind 'title'"):
+        rows(dataclasses.replace(aux, kind="title"))
+
+
+def test_forks_are_counted_by_cause() -> None:
+    told = dataclasses.replace(turn([1, 9], [5]), fork="compaction")
+    turns = [turn([1, 2], [3]), turn([1, 2, 3, 4], [5]), turn([1, 2, 3, 6], [7]), told]
+    _, made = rows(*turns, turn([1, 8], [5]))
+    assert made.forks_by_cause == {"branch": 1, "compaction": 1, "rewrite": 1} and made.forks == 3
+    _, made = rows(dataclasses.replace(told, fork="new"))
+    assert made.forks == 0, "the first row is no fork"
+
+
+def test_routing_that_is_needed_and_absent_is_refused() -> None:
+    """Faults C15: the router replay that silently did nothing."""
+    with pytest.raises(DataError, match="t/0 turn 1.*no routed_experts.*replay_routing"):
+        make_rows(episode(turn([1], []), turn([1], [2])), routing=True)
+
+
+def test_many_rows_of_long_prompts_are_cheap() -> None:
+    """300 sub-agents of two turns that share a long opening: the worst that can be compared."""
+    opening = tuple(range(10, 3000))
+    turns = []
+    for number in range(300):
+        turns.append(turn((*opening, number), [5, 6], [-1.0, -1.0]))
+    for number in range(300):
+        turns.append(turn((*opening, number, 5, 6, 7), [8], [-1.0]))
+    begun = time.process_time()
+    made = make_rows(episode(*turns))
+    assert len(made.sequences) == 300 and all(row.mask.sum() == 3 for row in made.sequences)
+    assert time.process_time() - begun < 5.0
 
 
 @st.composite

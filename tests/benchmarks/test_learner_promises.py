@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import importlib
 import json
 import sys
 
@@ -16,41 +15,13 @@ GIB = 2**30
 
 
 @pytest.fixture(scope="module")
-def modules(repo_root):
-    """Return modules(name) -> a module of benchmarks/."""
-    sys.path.insert(0, str(repo_root / "benchmarks"))
-    try:
-        yield importlib.import_module
-    finally:
-        sys.path.remove(str(repo_root / "benchmarks"))
-
-
-@pytest.fixture(scope="module")
 def parts(modules):
     return modules("learner_parts")
 
 
-@pytest.fixture
-def clone(modules, tmp_path):
-    """Return clone(answers): a clone whose Python prints, by a word of its arguments, a text."""
-
-    def make(answers=()):
-        root = tmp_path / "main"
-        (root / ".venv" / "bin").mkdir(parents=True, exist_ok=True)
-        lines = ["#!/bin/sh", 'case "$*" in']
-        for number, (word, status, text) in enumerate(answers):
-            (root / f"answer-{number}").write_text(text)
-            lines.append(f"*{word}*) cat answer-{number}; exit {status};;")
-        python = root / ".venv" / "bin" / "python"
-        python.write_text("\n".join([*lines, "esac", "exit 99"]))
-        python.chmod(0o755)
-        return modules("checks").Clone(root=root)
-
-    return make
-
-
-def test_every_named_test_exists(modules, repo_root):
-    promises = modules("learner_promises")
+@pytest.mark.parametrize("suite", ["learner_promises", "gateway_promises"])
+def test_every_named_test_exists(modules, repo_root, suite):
+    promises = modules(suite)
     names = [part.name for part in promises.PARTS]
     assert len(set(names)) == len(names)
     for part, _, nodes in promises.PROVED:

@@ -103,6 +103,7 @@ def test_wrong_type_is_named_by_path(section, key, value):
         ("learner", "remat", "some", "none, full, attn_out, dots"),
         ("objective", "balance_coef", 0.1, "balance_coef.*model.num_experts is 0.*use 0"),
         ("objective", "on_policy", True, "learner.updates_per_batch = 1 .now 2"),
+        ("objective", "abandoned", "keep", "drop, train"),
         ("rollout", "replay_routing", True, "num_experts = 0.*engine.servers = .*tells none"),
     ],
 )

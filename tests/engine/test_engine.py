@@ -1,5 +1,7 @@
 """Log-probs against the learner's forward pass, stop rules, sampling, aborts."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -228,3 +230,34 @@ def test_a_request_that_does_not_fit_takes_no_slot(engine):
         engine.admit(tiny.request("bad", 20, stop_ids=(1 << 40,)))
     assert (engine.free_slots, engine.active) == (free, 0)
     assert tiny.run(engine, [tiny.request("good", 20, new=2)])["good"].finish == "length"
+
+
+def test_forced_ids_have_the_logprobs_that_the_policy_gives_them(engine, weights):
+    """Any ids: what the learner's forward pass says of them, and nothing changes beside them."""
+    item, other = (tiny.request(rid, 40, seed=3, new=11, temperature=0.7) for rid in "ab")
+    ids = tuple(np.random.default_rng(5).integers(0, tiny.CFG.vocab_size, 11).tolist())
+    forced = dataclasses.replace(item, forced=ids)
+    alone = tiny.run(engine, [other])["b"]
+    found = tiny.run(engine, [forced, other])
+    assert found["a"].token_ids == ids and found["a"].finish == "length"
+    wanted = learner_logprobs(weights, [*item.prompt.tolist(), *ids], 0.7)[39:]
+    np.testing.assert_allclose(found["a"].logprobs, wanted, atol=1e-5)
+    assert tiny.same_bits(found["b"], alone)
+    # the slot that held the script draws freely afterwards
+    assert tiny.same_bits(tiny.run(engine, [other])["b"], alone)
+
+
+def test_forcing_what_would_be_drawn_changes_no_bit(engine):
+    item = tiny.request("r", 33, seed=8, new=13)
+    free = tiny.run(engine, [item])["r"]
+    whole = tiny.run(engine, [dataclasses.replace(item, forced=free.token_ids)])["r"]
+    part = tiny.run(engine, [dataclasses.replace(item, forced=free.token_ids[:6])])["r"]
+    assert tiny.same_bits(whole, free) and tiny.same_bits(part, free)
+
+
+def test_a_forced_stop_id_ends_the_completion(engine):
+    item = tiny.request("r", 20, new=12, stop_ids=(9,))
+    result = tiny.run(engine, [dataclasses.replace(item, forced=(5, 6, 9, 7))])["r"]
+    assert (result.token_ids, result.finish, result.matched) == ((5, 6, 9), "stop", 9)
+    short = dataclasses.replace(item, forced=tuple(range(10, 30)), max_new_tokens=3)
+    assert tiny.run(engine, [short])["r"].token_ids == (10, 11, 12)

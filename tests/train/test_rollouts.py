@@ -1,5 +1,6 @@
 """Episodes on disk: every token once, everything a person needs, whole files, cheap."""
 
+import dataclasses
 import time
 
 import pytest
@@ -89,6 +90,19 @@ def test_every_sampled_token_has_mask_one_exactly_once(plan):
             row["mask"], row["logprobs"], row["weight_versions"], strict=True
         ):
             assert (bit == 1) == (logprob < 0) == (version == 3)
+
+
+def test_what_a_call_was_is_recorded_and_rows_follow_the_run_s_config():
+    beside = dataclasses.replace(_turn([9], [9]), kind="aux")
+    other = dataclasses.replace(_turn([1, 2], [4]), fork="retry")
+    turns = [_turn([1, 2], [3]), beside, other, _turn([1, 2, 4], [5])]
+    trajectory = Trajectory(episode=_episode(turns), score=None)
+    record = episode_record(trajectory)
+    told = [(turn.get("kind"), turn.get("fork")) for turn in record["turns"]]
+    assert told == [(None, None), ("aux", None), (None, "retry"), (None, None)]
+    assert [row["mask"] for row in record["rows"]] == [[0, 0, 1, 1]]
+    kept = episode_record(trajectory, "train")["rows"]
+    assert [row["mask"] for row in kept] == [[0, 0, 1], [0, 0, 1, 1]]
 
 
 def test_an_episode_with_a_broken_engine_answer_is_recorded_with_the_reason(tmp_path):

@@ -17,6 +17,7 @@ def test_time_limit_saves_the_policy_between_two_checkpoints(tmp_path):
     first = finish(command(run, train__time_limit_s=0.001, **extra))
     assert first.returncode == 0, first.stdout[-3000:] + first.stderr[-3000:]
     assert "time limit" in first.stdout
+    assert "chat template: tool ok, think_tool ok" in first.stdout  # checked at every start
     assert "no RL step was made" in first.stdout  # and not "gain 0.0", as if one had been
     assert "No RL step was made" in (run / "report.html").read_text()
     assert _steps(run) == 0

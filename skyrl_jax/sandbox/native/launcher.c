@@ -4,7 +4,9 @@
  *     -s DIR      stage: an existing directory to mount on (in a private mount namespace)
  *     -z BYTES    size of the sandbox's own writable layer (a tmpfs)
  *     -l DIR      a lower directory, the first on top (repeat)
- *     -m UID      map uids and gids 0 -> UID, 1 -> UID + 1 (needs root); without it 0 -> own uid
+ *     -b DIR      a host directory to show at /.skyrl/host, read-only
+ *     -m UID      map uids and gids 0, 1, 2 -> UID, UID + 1, UID + 2 (needs root); without it
+ *                 0 -> own uid
  *     -c DIR      a cgroup directory to make, join and remove (repeat)
  *     -w FILE=V   a value to write after the directories are made (repeat)
  *     -p PID      the owner
@@ -41,7 +43,7 @@
 #define CLEAN_DEADLINE_MS 8000
 #define GRACE_MS 300
 
-static const char *stage = "/tmp", *size_bytes = "0";
+static const char *stage = "/tmp", *size_bytes = "0", *shared;
 static const char *lowers[MAX_ITEMS], *cgroups[MAX_ITEMS], *writes[MAX_ITEMS];
 static int num_lowers, num_cgroups, num_writes, owner_pid, log_fd;
 static pid_t launcher_pid;
@@ -115,11 +117,17 @@ static void mount_root(void) {
     sprintf(at, ",upperdir=u,workdir=w%s", map_base >= 0 ? "" : ",userxattr");
     if (mount("sandbox", "m", "overlay", MS_NOSUID | MS_NODEV, options))
         die("cannot mount an overlay of", lowers[0]);
+    /* bound here, where we may still pass folders that are closed to the sandbox's ids; bwrap
+     * puts it in its place */
+    if (shared && (mkdir("b", 0755) || mount(shared, "b", NULL, MS_BIND, NULL) ||
+                   mount(NULL, "b", NULL,
+                         MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV, NULL)))
+        die("cannot share", shared);
 }
 
 static void map_ids(pid_t pid) {
-    char path[64], text[96];
-    snprintf(text, sizeof text, "0 %ld 1\n1 %ld 1\n", map_base, map_base + 1);
+    char path[64], text[64];
+    snprintf(text, sizeof text, "0 %ld 3\n", map_base);
     snprintf(path, sizeof path, "/proc/%d/uid_map", (int)pid);
     write_file(path, text);
     snprintf(path, sizeof path, "/proc/%d/gid_map", (int)pid);
@@ -246,6 +254,7 @@ static char **read_options(char **at) {
         case 's': stage = value; break;
         case 'z': size_bytes = value; break;
         case 'l': lowers[num_lowers++] = value; break;
+        case 'b': shared = value; break;
         case 'm': map_base = atol(value); break;
         case 'c': cgroups[num_cgroups++] = value; break;
         case 'w': writes[num_writes++] = value; break;

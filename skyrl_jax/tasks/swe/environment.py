@@ -9,7 +9,10 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
-from collections.abc import Sequence
+import dataclasses
+import json
+import shlex
+from collections.abc import Mapping, Sequence
 
 from skyrl_jax.core.protocols import (
     ExecResult,
@@ -36,7 +39,7 @@ _FULL = """The repository {repo} lies in the current folder. Change it so that t
 
 {problem}
 
-Its tests run offline{command}. Edit only what is needed, then call submit."""
+Its tests run offline{command}. Edit only what is needed, then submit."""
 
 
 class SweEnvironment:
@@ -84,6 +87,25 @@ class SweEnvironment:
             answers.append(Message(role="tool", content=await self._answer(call)))
         return StepResult(messages=tuple(answers))
 
+    async def shell(
+        self,
+        argv: Sequence[str],
+        *,
+        cwd: str = "",
+        env: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+    ) -> ExecResult:
+        """Run a command of a foreign scaffold's model as it is; see ``core.protocols.Shell``.
+
+        In the compact style the command ``edit PATH OLD NEW``, alone, is the editor's str_replace.
+        """
+        edited = _edit_command(argv) if self._compact else None
+        if edited is not None:
+            text = await self._answer(edited)
+            return ExecResult(returncode=0, output=text)
+        self._touched = True
+        return await self._exec(argv, MAX_OUTPUT, stdin=stdin, cwd=cwd, env=env)
+
     async def submission(self) -> str:
         """Return the diff of the tree against the base commit (``""``: nothing changed)."""
         if not self._touched or self._sandbox is None:
@@ -115,6 +137,7 @@ class SweEnvironment:
             await sandbox.destroy()
 
     async def _answer(self, call: ToolCall) -> str:
+        call = _as_text(call)
         problem = _check(call)
         if problem:
             return problem
@@ -164,7 +187,14 @@ class SweEnvironment:
             text = (normalise(result.output).rstrip() + ending).strip()
         return text or "error: the tool gave no answer"
 
-    async def _exec(self, argv: Sequence[str], max_bytes: int, stdin: bytes = b"") -> ExecResult:
+    async def _exec(
+        self,
+        argv: Sequence[str],
+        max_bytes: int,
+        stdin: bytes = b"",
+        cwd: str = "",
+        env: Mapping[str, str] | None = None,
+    ) -> ExecResult:
         if self._sandbox is None:
             raise RuntimeError("SweEnvironment: reset() comes before step() and submission()")
         # the sandbox ends the command itself; the outer limit only guards against a lost sandbox
@@ -172,7 +202,8 @@ class SweEnvironment:
             return await self._sandbox.exec(
                 argv,
                 timeout_s=self._timeout_s,
-                cwd=self._spec.workdir,
+                cwd=cwd or self._spec.workdir,
+                env=env,
                 max_output_bytes=max_bytes,
                 stdin=stdin,
             )
@@ -195,6 +226,25 @@ def _compact_answer(edited: str, result: ExecResult) -> str:
     messages = failure_messages(log)
     line = edited.strip().partition("\n")[0]
     return f"{line}\n{normalise(messages[0]) if messages else 'tests crashed'}"
+
+
+def _edit_command(argv: Sequence[str]) -> ToolCall | None:
+    """Return the edit that ``sh -c "edit PATH OLD NEW"`` asks for, if it is that."""
+    try:
+        words = shlex.split(argv[-1]) if len(argv) == 3 and argv[1] in ("-c", "-lc") else []
+    except ValueError:  # an open quote: the shell itself will say so
+        return None
+    if len(words) != 4 or words[0] != "edit":
+        return None
+    arguments = {"path": words[1], "old_str": words[2], "new_str": words[3]}
+    return ToolCall(name="str_replace_editor", arguments=arguments)
+
+
+def _as_text(call: ToolCall) -> ToolCall:
+    """Return the call with values that are no text (JSON forms have them) written as JSON."""
+    values = call.arguments.items()
+    texts = {name: v if isinstance(v, str) else json.dumps(v) for name, v in values}
+    return dataclasses.replace(call, arguments=texts)
 
 
 def _check(call: ToolCall) -> str:

@@ -9,11 +9,12 @@ Content of others is encoded without special tokens; only assistant text written
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
+from typing import Any
 
 from skyrl_jax.core.errors import DataError
-from skyrl_jax.core.types import Message
+from skyrl_jax.core.types import Message, ToolDef
 from skyrl_jax.generation.tokenizer import END, START, Tokenizer
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -46,7 +47,9 @@ class ChatMLRenderer:
         """Render the opening messages and the generation prompt."""
         return (*self._render(messages), *self._heads["assistant"])
 
-    def delta(self, messages: Sequence[Message], *, stopped: bool) -> tuple[int, ...]:
+    def delta(
+        self, messages: Sequence[Message], *, stopped: bool, after: Message | None = None
+    ) -> tuple[int, ...]:
         """Render what follows a sampled completion, boundary tokens included.
 
         The sampled turn ends with ``<|im_end|>`` when ``stopped``; the newline after it was never
@@ -69,6 +72,17 @@ class ChatMLRenderer:
     def render(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """Render a whole conversation at once, with the generation prompt (a reference)."""
         return self.initial(messages)
+
+    def with_tools(self, tools: Sequence[ToolDef]) -> ChatMLRenderer:
+        """Return this renderer: its tools are in the scaffold's prompt, not in the form."""
+        del tools
+        return self
+
+    def text(self, messages: Sequence[Mapping[str, Any]], generate: bool) -> str:
+        """Return the text of raw messages, as matrix.py asks for it."""
+        said = [Message(role=item["role"], content=item["content"]) for item in messages]
+        ids = self.initial(said) if generate else self._render(said)
+        return self.tokenizer.decode(ids)
 
     def _render(self, messages: Sequence[Message]) -> tuple[int, ...]:
         ids: list[int] = []
