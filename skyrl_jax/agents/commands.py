@@ -30,6 +30,7 @@ MAX_CALL = 4 << 20  # bytes of one call
 _READ_TIMEOUT_S = 30.0
 _PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
 TIMED_OUT = 124  # the exit code of coreutils' timeout
+_BYTES = "surrogateescape"  # how JSON carries bytes that are no text
 
 
 class BadCall(ValueError):
@@ -163,7 +164,7 @@ def read_call(line: bytes) -> Call:
     """
     try:
         values = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise BadCall(f"a call must be a line of JSON: {error}") from None
     if not isinstance(values, dict):
         raise BadCall("a call must be a JSON object")
@@ -175,7 +176,11 @@ def read_call(line: bytes) -> Call:
     cwd, stdin = values.get("cwd", ""), values.get("stdin", "")
     if not isinstance(cwd, str) or not isinstance(stdin, str):
         raise BadCall("cwd and stdin must be strings")
-    return Call(argv=tuple(argv), cwd=cwd, env=env, stdin=stdin.encode("utf-8", "surrogateescape"))
+    try:  # half of a surrogate pair is no text: it must not become a fault of the host
+        "".join((*argv, *env, *env.values(), cwd)).encode()
+        return Call(argv=tuple(argv), cwd=cwd, env=env, stdin=stdin.encode(errors=_BYTES))
+    except UnicodeEncodeError as error:
+        raise BadCall(f"a call must be text: {error}") from None
 
 
 def _shown(result: ExecResult) -> dict[str, Any]:

@@ -35,13 +35,18 @@ def parse_assistant(text: str, length_cut: bool, tools: Sequence[ToolSpec] = TOO
     if length_cut:
         return Message(role="assistant", content=text, error=LENGTH_CUT)
     calls, malformed = read_calls(text)
-    problems = [check_call(_shown(call), tools) for call in calls]
+    problems = [call_problem(call, tools) for call in calls]
     problem = next((found for found in [*problems, malformed] if found), None)
     if problem:
         return Message(role="assistant", content=text, error=f"error: {problem}")
     if not calls:
         return Message(role="assistant", content=text, error=NO_CALL)
     return Message(role="assistant", content=text, tool_calls=calls)
+
+
+def call_problem(call: ToolCall, tools: Sequence[ToolSpec] = TOOLS) -> str | None:
+    """Say what is wrong with a call, with names that the model made up cut short, or ``None``."""
+    return check_call(_shown(call), tools)
 
 
 def read_calls(text: str) -> tuple[tuple[ToolCall, ...], str | None]:

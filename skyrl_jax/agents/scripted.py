@@ -17,7 +17,7 @@ from skyrl_jax.agents.tools import format_call
 from skyrl_jax.core.errors import DataError
 from skyrl_jax.core.protocols import Agent, Environment, Generator
 from skyrl_jax.core.types import Completion, Episode, Message, SamplingParams, Task
-from skyrl_jax.generation.renderer import ChatMLRenderer
+from skyrl_jax.generation.renderer import AnyRenderer
 
 SCRIPTED_VERSION = -1  # the weight version of tokens that no policy sampled
 SUBMIT = "<function=submit>\n</function>"
@@ -80,7 +80,7 @@ class ScriptedAgent:
     """Repairs a task from ``Task.payload`` (path, old_str, new_str) through the real loop.
 
     Args:
-        loop: the scaffold the script speaks through; its renderer must be a ChatMLRenderer.
+        loop: the scaffold the script speaks through; it reads calls in the text form.
         renderer: encodes the script the way a policy would have sampled it.
         wrong_first: probability of one wrong edit before the right one.
         seed: of the wrong edits.
@@ -88,7 +88,7 @@ class ScriptedAgent:
     """
 
     loop: Agent
-    renderer: ChatMLRenderer
+    renderer: AnyRenderer
     wrong_first: float = 0.0
     seed: int = 0
     words: Words = CODEACT

@@ -352,7 +352,11 @@ class Session:
         if running:
             await asyncio.wait(running, timeout=_CLOSE_S)
         for listener in self._listeners:
-            await listener.close()
+            try:
+                await listener.close()
+            except OSError:  # its folder is gone: the record must not go with it
+                _log.warning("session %s: a socket did not close", self.session_id, exc_info=True)
+        self._listeners.clear()  # they know their session: a cycle
         recorded = Recorded(
             turns=self._conversation.turns(),
             counts={**self._conversation.counts, **self._counts},

@@ -17,7 +17,7 @@ from skyrl_jax.actor.collect import collect, healthy
 from skyrl_jax.agents.scripted import CODEACT, SCRIPTED_VERSION, ScriptedAgent, Words, words_of
 from skyrl_jax.core.errors import HostError
 from skyrl_jax.core.types import Completion, Episode, Message, Status, Task, Turn
-from skyrl_jax.generation.renderer import ChatMLRenderer
+from skyrl_jax.generation.renderer import AnyRenderer
 from skyrl_jax.tasks.swe.environment import PASSED
 from skyrl_jax.train.world import World
 
@@ -61,7 +61,7 @@ async def play(world: World, tasks: Sequence[Task]) -> list[Episode]:
     return kept
 
 
-def opening(renderer: ChatMLRenderer, task: Task, words: Words = CODEACT) -> Episode:
+def opening(renderer: AnyRenderer, task: Task, words: Words = CODEACT) -> Episode:
     """Return the one-turn episode that makes the right edit to a task's opening message."""
     payload = task.payload
     text = words.edit(payload["path"], payload["old_str"], payload["new_str"])
@@ -69,7 +69,7 @@ def opening(renderer: ChatMLRenderer, task: Task, words: Words = CODEACT) -> Epi
     return _one_turn(renderer, task, messages, renderer.assistant_ids(text))
 
 
-def rewrite(renderer: ChatMLRenderer, task: Task, words: Words = CODEACT) -> Episode:
+def rewrite(renderer: AnyRenderer, task: Task, words: Words = CODEACT) -> Episode:
     """Return the one-turn episode that answers with the whole repaired function."""
     payload = task.payload
     fixed = payload["function"].replace(payload["buggy_line"], payload["fixed_line"])
@@ -79,7 +79,7 @@ def rewrite(renderer: ChatMLRenderer, task: Task, words: Words = CODEACT) -> Epi
 
 
 def _one_turn(
-    renderer: ChatMLRenderer, task: Task, messages: tuple[Message, ...], ids: Sequence[int]
+    renderer: AnyRenderer, task: Task, messages: tuple[Message, ...], ids: Sequence[int]
 ) -> Episode:
     completion = Completion(
         token_ids=tuple(ids),

@@ -19,6 +19,7 @@ from skyrl_jax.core.errors import DataError
 from skyrl_jax.core.protocols import Tracker
 from skyrl_jax.learner.distributed import Peers
 from skyrl_jax.sync.publish import Publisher
+from skyrl_jax.train.chat import check_chat
 from skyrl_jax.train.evaluate import Evaluation, drop, evaluate, plans, stored, stored_sampled
 from skyrl_jax.train.policy import Policy
 from skyrl_jax.train.pretrained import check_pretrained
@@ -205,6 +206,7 @@ def check_before_devices(config: RunConfig, workdir: Path) -> None:
     """
     if config.model.checkpoint and not any((workdir / "checkpoints").glob("[0-9]*")):
         check_pretrained(config.model)
+        check_chat(config)
 
 
 def refuse_lost_checkpoints(workdir: Path) -> None:

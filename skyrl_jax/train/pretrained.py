@@ -12,6 +12,7 @@ from typing import Any
 
 from skyrl_jax.core.config import ModelConfig
 from skyrl_jax.core.errors import ConfigError, DataError, WeightsError
+from skyrl_jax.generation.renderer.folder import has_template
 from skyrl_jax.generation.tokenizer import Tokenizer
 from skyrl_jax.models.hf_config import check_same_model
 from skyrl_jax.models.hf_read import Reader, load_sharded
@@ -44,8 +45,8 @@ def pretrained_tokenizer(model: ModelConfig) -> Tokenizer:
     """Return the tokenizer of ``model.checkpoint``.
 
     Raises:
-        DataError: there is none, it lacks tokens of the agent's markup, or it has more tokens than
-            the model.
+        DataError: there is none, it has more tokens than the model, or the folder has no chat
+            template of its own and the tokenizer lacks tokens of the agent's markup.
     """
     path = Path(model.checkpoint) / TOKENIZER
     if not path.is_file():
@@ -54,12 +55,13 @@ def pretrained_tokenizer(model: ModelConfig) -> Tokenizer:
             "tokenizer.json of its run there"
         )
     tokenizer = Tokenizer.load(path)
-    lacking = tokenizer.lacks()
+    lacking = [] if has_template(path.parent) else tokenizer.lacks()
     if lacking:
         raise DataError(
             f"{path} has no special token {', '.join(map(repr, lacking))}: turns and tool calls "
-            "are marked up with such tokens, and adding them to a pretrained model is not built "
-            "yet; start from a folder that a run of this program wrote (RUN/weights/hf/vNNNNNN)"
+            "are marked up with such tokens; start from a folder that a run of this program wrote "
+            "(RUN/weights/hf/vNNNNNN), or from one with its model's own chat template "
+            "(chat_template.jinja, or chat_template in tokenizer_config.json)"
         )
     if tokenizer.vocab_size > model.vocab_size:
         raise DataError(

@@ -243,12 +243,14 @@ def _transcript(step: str, episode: Mapping[str, Any]) -> str:
 def _message(message: Mapping[str, Any]) -> str:
     error = message.get("error")
     wrong = f'<div class="bad">not parsed: {text(error)}</div>' if error else ""
+    reasoning = message.get("reasoning")  # files of older versions have none
+    thought = f'<div class="role">reasoning</div><pre>{_cut(reasoning)}</pre>' if reasoning else ""
     role = (
         message["role"] if message["role"] in ("system", "user", "assistant", "tool") else "other"
     )
     return (
         f'<div class="message {role}"><div class="role">{text(message["role"])}</div>'
-        f"<pre>{_cut(message['content'])}</pre>{wrong}</div>"
+        f"{thought}<pre>{_cut(message['content'])}</pre>{wrong}</div>"
     )
 
 

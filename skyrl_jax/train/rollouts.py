@@ -2,12 +2,13 @@
 
 Fields of a line: task_id, sample_index, status, reason, score {value, verdict, breakdown} or null,
 submission, temperature, timings, messages, turns and rows.
-    turns   one a generation call: finish_reason, num_prompt, num_completion, timings (tool and
-            engine seconds), and, where they say something, kind ("aux") and fork (its cause)
-    rows    token_ids, mask, logprobs, weight_versions: what batching/sequences.py trains. One row
-            unless the prompt was rewritten; mask is 1 on sampled tokens, each in exactly one row;
-            logprobs (nats) and versions are 0 and -1 elsewhere. ``rows_error`` says why there are
-            none.
+    messages role, content, and, where there are any, reasoning, tool_calls and error
+    turns    one a generation call: finish_reason, num_prompt, num_completion, timings (tool and
+             engine seconds), and, where they say something, kind ("aux") and fork (its cause)
+    rows     token_ids, mask, logprobs, weight_versions: what batching/sequences.py trains. One row
+             unless the prompt was rewritten; mask is 1 on sampled tokens, each in exactly one row;
+             logprobs (nats) and versions are 0 and -1 elsewhere. ``rows_error`` says why there are
+             none.
 """
 
 from __future__ import annotations
@@ -117,6 +118,8 @@ def _score(score: Score | None) -> dict[str, Any] | None:
 
 def _message(message: Message) -> dict[str, Any]:
     record: dict[str, Any] = {"role": message.role, "content": message.content}
+    if message.reasoning is not None:
+        record["reasoning"] = message.reasoning
     if message.tool_calls:
         calls = [{"name": c.name, "arguments": dict(c.arguments)} for c in message.tool_calls]
         record["tool_calls"] = calls

@@ -18,7 +18,7 @@ from skyrl_jax.core.protocols import Generator
 from skyrl_jax.core.types import Message, SamplingParams, ToolDef
 from skyrl_jax.gateway.app import Gateway
 from skyrl_jax.gateway.budget import Budget
-from skyrl_jax.generation.renderer import ChatMLRenderer
+from skyrl_jax.generation.renderer import AnyRenderer, ChatMLRenderer, TemplateRenderer
 from skyrl_jax.sandbox.factory import resolve_image
 from skyrl_jax.tasks.swe.repo import WORKDIR
 
@@ -61,7 +61,7 @@ async def open_scaffold(
     config: RunConfig,
     cache: Path,
     provider: ProgramProvider,
-    renderer: ChatMLRenderer,
+    renderer: AnyRenderer,
     generator: Generator,
 ) -> AsyncIterator[Scaffold | None]:
     """Install and open what ``agent.kind`` names; ``None`` where that is our own loop.
@@ -91,8 +91,10 @@ async def open_scaffold(
         )
 
 
-def tools_renderer(renderer: ChatMLRenderer) -> Callable[[tuple[ToolDef, ...]], ChatMLRenderer]:
+def tools_renderer(renderer: AnyRenderer) -> Callable[[tuple[ToolDef, ...]], AnyRenderer]:
     """Return what gives a renderer the tools of a client: its parser then knows these alone."""
+    if isinstance(renderer, TemplateRenderer):
+        return renderer.with_tools
 
     def with_tools(tools: tuple[ToolDef, ...]) -> ChatMLRenderer:
         # without tools nothing but text can be meant, as in a call for a title

@@ -16,14 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_jax.agents.loop import make_codeact
-from skyrl_jax.agents.parsing import LENGTH_CUT, NO_CALL, parse_assistant
+from skyrl_jax.agents.parsing import LENGTH_CUT, NO_CALL
 from skyrl_jax.agents.scripted import words_of
 from skyrl_jax.core.config import ModelConfig, RunConfig
 from skyrl_jax.core.errors import DataError, GenerationError, HostError
 from skyrl_jax.core.protocols import Agent
 from skyrl_jax.core.types import Task
-from skyrl_jax.generation.renderer import ChatMLRenderer
-from skyrl_jax.generation.renderer.matrix import check_template, summary
+from skyrl_jax.generation.renderer import AnyRenderer
 from skyrl_jax.generation.sglang import SGLangGenerator
 from skyrl_jax.generation.tokenizer import Tokenizer, load_or_train
 from skyrl_jax.models import hf
@@ -36,6 +35,7 @@ from skyrl_jax.sync.publish import Publisher
 from skyrl_jax.tasks.swe.environment import PASSED
 from skyrl_jax.tasks.swe.rows import SweRow
 from skyrl_jax.tasks.swe.suite import SweSuite, row_digest, synthetic_splits, task_row
+from skyrl_jax.train.chat import keep_template, log_check, open_chat, template_files
 from skyrl_jax.train.pretrained import TOKENIZER, pretrained_tokenizer
 from skyrl_jax.train.scaffold import Scaffold, open_scaffold
 from skyrl_jax.train.workdir import read_json, write_json
@@ -53,7 +53,7 @@ class World:
     provider: AnyProvider
     suite: SweSuite
     tokenizer: Tokenizer
-    renderer: ChatMLRenderer
+    renderer: AnyRenderer
     generator: SGLangGenerator
     store: FolderStore
     publisher: Publisher
@@ -128,8 +128,8 @@ async def open_world(
         await stack.enter_async_context(provider)
         suite = await _open_suite(config, workdir, cache, provider, say)
         tokenizer = _open_tokenizer(config, workdir, cache, suite)
-        renderer = ChatMLRenderer(tokenizer, parse_assistant)
-        say(f"chat template: {summary(check_template(renderer.text))}")
+        renderer = open_chat(workdir, tokenizer, config.agent.kind)
+        say(log_check(renderer, workdir))
         store = FolderStore(workdir / "weights", keep=config.train.keep_weight_versions)
         store.sweep()
         publisher = make_publisher(config.model, store, dtype=config.learner.compute_dtype)
@@ -169,14 +169,14 @@ async def open_world(
         )
 
 
-def hf_extra(renderer: ChatMLRenderer) -> dict[str, int]:
+def hf_extra(renderer: AnyRenderer) -> dict[str, int]:
     """Return what config.json of this run's Hugging Face folders says beside the model."""
     return {"eos_token_id": renderer.stop_id}
 
 
 def hf_files(workdir: Path) -> dict[str, bytes]:
     """Return the files that this run's Hugging Face folders hold beside the model."""
-    return {TOKENIZER: (workdir / TOKENIZER).read_bytes()}
+    return {TOKENIZER: (workdir / TOKENIZER).read_bytes(), **template_files(workdir)}
 
 
 def warm_start_corpus(tasks: Iterable[Task], kind: str = "codeact") -> Iterable[str]:
@@ -283,6 +283,7 @@ def _open_tokenizer(config: RunConfig, workdir: Path, cache: Path, suite: SweSui
         return Tokenizer.load(path)
     if config.model.checkpoint:
         tokenizer = pretrained_tokenizer(config.model)
+        keep_template(Path(config.model.checkpoint), workdir)  # tokenizer.json last: it is the mark
     else:
         corpus = list(warm_start_corpus(suite.tasks("train"), config.agent.kind))
         tokenizer = load_or_train(corpus, config.model.vocab_size, cache / "tokenizers")
@@ -308,7 +309,7 @@ async def check_server(url: str, *, timeout_s: float = 10.0) -> None:
 
 
 async def _open_server(
-    config: RunConfig, workdir: Path, renderer: ChatMLRenderer, stack: AsyncExitStack
+    config: RunConfig, workdir: Path, renderer: AnyRenderer, stack: AsyncExitStack
 ) -> str:
     """Return the URL of a server: the configured one, or the embedded engine as our child."""
     engine = config.engine
@@ -367,7 +368,7 @@ async def ends_with(died: Callable[[], Awaitable[str]]) -> AsyncIterator[None]:
         watcher.cancel()
 
 
-def _empty_model(model: ModelConfig, folder: Path, renderer: ChatMLRenderer) -> Path:
+def _empty_model(model: ModelConfig, folder: Path, renderer: AnyRenderer) -> Path:
     """Write a folder with config.json only: the server learns the shape, weights follow."""
     write_json(folder / "config.json", hf.config_to_hf(model, **hf_extra(renderer)))
     return folder

@@ -140,6 +140,10 @@ def test_the_end_of_the_sandbox_reaches_the_episode(tmp_path):
         (b'{"argv": ["a", 1]}\n', "list of strings"),
         (b'{"argv": ["a"], "env": {"A": 1}}\n', "names to strings"),
         (b'{"argv": ["a"], "cwd": 1}\n', "must be strings"),
+        (b"[" * 100_000 + b"\n", "line of JSON"),
+        (b'{"argv": ["a", "\\ud800"]}\n', "must be text"),
+        (b'{"argv": ["a"], "env": {"A": "\\udfff"}}\n', "must be text"),
+        (b'{"argv": ["a"], "stdin": "\\ud800"}\n', "must be text"),
     ],
 )
 def test_what_is_no_call_is_told(tmp_path, line, text):

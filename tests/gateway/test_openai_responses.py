@@ -106,6 +106,7 @@ def test_a_kept_answer_is_continued():
         ("hi", {"temperature": "hot"}, "temperature"),
         ("hi", {"tools": [{"type": "web_search"}]}, "tools[0].type"),
         ("hi", {"include": "x"}, "include"),
+        ("hi", {"top_logprobs": 3}, "top_logprobs"),
         ("hi", {"instructions": 3}, "instructions"),
         ("hi", {"previous_response_id": 3}, "previous_response_id"),
     ],
@@ -159,3 +160,10 @@ def test_thinking_is_shown_only_to_who_asked_for_it():
     message = Message(role="assistant", content="x", reasoning="hm")
     plain = DIALECT.answer(ChatRequest(messages=(), model="m"), answer(message))
     assert [item["type"] for item in plain["output"]] == ["message"]
+
+
+def test_logprobs_are_of_the_sampled_tokens_and_have_no_alternatives():
+    request = parse("hi", include=["message.output_text.logprobs"], top_logprobs=0)
+    (message,) = DIALECT.answer(request, answer(Message(role="assistant", content="<")))["output"]
+    told = message["content"][0]["logprobs"]
+    assert told and all(entry["top_logprobs"] == [] for entry in told)

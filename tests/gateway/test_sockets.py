@@ -165,6 +165,21 @@ def test_a_folder_that_was_there_stays(folder):
     assert path.parent.exists() and not path.exists()
 
 
+def test_a_folder_that_went_takes_no_record_with_it(folder, caplog):
+    async def inside():
+        async with gateway(says("ok")) as gate:
+            session = await gate.open("s", sampling=SAMPLING)
+            path = await session.socket(folder / "door" / "s", allow_uid=ME)
+            status, _ = await post(path, chat("hi"))
+            path.unlink()
+            path.parent.rmdir()
+            recorded = await session.close()
+            return status, len(recorded.turns), session._listeners
+
+    assert asyncio.run(inside()) == (200, 1, [])
+    assert "a socket did not close" in caplog.text
+
+
 def test_a_client_that_does_not_read_is_let_go(folder):
     """Its answer fills the socket; the connection ends, the episode goes on."""
 

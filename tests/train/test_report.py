@@ -164,6 +164,18 @@ def test_long_messages_are_cut_and_say_so(tmp_path):
     assert "500 characters left out" in write_report(tmp_path).read_text()
 
 
+def test_reasoning_is_shown_and_files_without_it_are_read(tmp_path):
+    folder = _workdir(tmp_path)
+    assert "reasoning" not in write_report(folder).read_text()
+    path = rollout_path(folder, 1)
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    for record in records:
+        record["messages"][0]["reasoning"] = "first <b>think"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    page = write_report(folder).read_text()
+    assert '<div class="role">reasoning</div><pre>first &lt;b&gt;think</pre>' in page
+
+
 def test_transcripts_come_from_first_middle_and_last_step_of_both_kinds(tmp_path):
     episode = Episode(
         task_id="t", sample_index=0, messages=(), turns=(), status=Status.FINISHED,

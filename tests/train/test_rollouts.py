@@ -45,7 +45,7 @@ def _episode(turns, content="hi", status=Status.FINISHED):
         messages=(
             Message(role="user", content=content),
             Message(role="assistant", content="x", tool_calls=(call,)),
-            Message(role="assistant", content="?", error="no function"),
+            Message(role="assistant", content="?", error="no function", reasoning="hm"),
         ),
         turns=tuple(turns),
         status=status,
@@ -132,6 +132,7 @@ def test_file_holds_everything_and_reads_back(tmp_path):
     assert first["status"] == "finished" and first["temperature"] == 0.6
     assert first["messages"][1]["tool_calls"] == [{"name": "bash", "arguments": {"command": "ls"}}]
     assert first["messages"][2]["error"] == "no function"
+    assert [message.get("reasoning") for message in first["messages"]] == [None, None, "hm"]
     assert first["turns"][0]["timings"] == {"tool_s": 0.012346}
     assert first["timings"] == {"grade_s": 0.5} and first["rows"][0]["mask"] == [0, 1]
     assert second["status"] == "failed" and second["score"] is None

@@ -15,4 +15,13 @@ from skyrl_jax.generation.renderer.folder import open_renderer
 from skyrl_jax.generation.renderer.rendered import TemplateRenderer
 from skyrl_jax.generation.renderer.template import ChatTemplate
 
-__all__ = ["ROLES", "ChatMLRenderer", "ChatTemplate", "TemplateRenderer", "open_renderer"]
+AnyRenderer = ChatMLRenderer | TemplateRenderer
+
+__all__ = [
+    "ROLES",
+    "AnyRenderer",
+    "ChatMLRenderer",
+    "ChatTemplate",
+    "TemplateRenderer",
+    "open_renderer",
+]

@@ -9,17 +9,19 @@ generation_config.json  eos_token_id: the ids at which generation ends, one or s
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from skyrl_jax.core.errors import ConfigError, DataError
-from skyrl_jax.core.types import ToolDef
+from skyrl_jax.core.types import ToolCall, ToolDef
 from skyrl_jax.generation.renderer.formats import guess_call_format
 from skyrl_jax.generation.renderer.rendered import TemplateRenderer
 from skyrl_jax.generation.renderer.template import ChatTemplate
 from skyrl_jax.generation.tokenizer import Tokenizer
 
+# What a template is read from, beside tokenizer.json.
+TEMPLATE_FILES = ("chat_template.jinja", "tokenizer_config.json", "generation_config.json")
 # Names for templates that are read without a tokenizer.
 STAND_INS = {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>", "pad_token": "<pad>"}
 
@@ -33,6 +35,7 @@ def open_renderer(
     reasoning_format: str = "",
     variables: Mapping[str, Any] | None = None,
     expect_calls: bool = False,
+    check: Callable[[ToolCall], str | None] | None = None,
 ) -> TemplateRenderer:
     """Open the renderer of a model.
 
@@ -44,6 +47,7 @@ def open_renderer(
         reasoning_format: "" = "think" where the template knows ``</think>``.
         variables: of the template.
         expect_calls: see ``TemplateRenderer``.
+        check: see ``TemplateRenderer``.
 
     Raises:
         ConfigError: there is no template, or it cannot be used (see ``TemplateRenderer``).
@@ -63,7 +67,20 @@ def open_renderer(
         variables=variables,
         stop_tokens=_stop_tokens(folder, made.specials, tokenizer),
         expect_calls=expect_calls,
+        check=check,
     )
+
+
+def has_template(folder: Path) -> bool:
+    """Whether a Hugging Face folder has a chat template of its own.
+
+    Raises:
+        DataError: tokenizer_config.json is damaged.
+    """
+    if (folder / "chat_template.jinja").is_file():
+        return True
+    path = folder / "tokenizer_config.json"
+    return path.is_file() and bool(_chosen(_read_json(path).get("chat_template")))
 
 
 def read_template(folder: Path | None, template: Path | str | None = None) -> ChatTemplate:

@@ -11,12 +11,12 @@ old thinking, trim), the stored ids stay: the model sees what it said.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from skyrl_jax.agents.parsing import LENGTH_CUT, NO_CALL
 from skyrl_jax.core.errors import ConfigError, DataError
-from skyrl_jax.core.types import Message, ToolDef
+from skyrl_jax.core.types import Message, ToolCall, ToolDef
 from skyrl_jax.generation.renderer.encode import Encoder
 from skyrl_jax.generation.renderer.follow import Follow
 from skyrl_jax.generation.renderer.formats import REASONING_FORMATS, find_call_format, reasoning
@@ -40,6 +40,8 @@ class TemplateRenderer:
         stop_tokens: end-of-sequence tokens as text; those that end a turn are found besides.
         expect_calls: calls are read also where no tools are offered (the scaffold's prompt
             documents them), and an answer without one is an error.
+        check: says what is wrong with a call that could be read, or ``None``, for a scaffold that
+            takes checked calls alone.
 
     Raises:
         ConfigError: an unknown format, a template that cannot be continued turn by turn, or tools
@@ -57,6 +59,7 @@ class TemplateRenderer:
         variables: Mapping[str, Any] | None = None,
         stop_tokens: Sequence[str] = (),
         expect_calls: bool = False,
+        check: Callable[[ToolCall], str | None] | None = None,
     ) -> None:
         """Try the template and find what ends a turn; ``with_tools`` does not do it again."""
         if reasoning_format not in REASONING_FORMATS:
@@ -70,6 +73,7 @@ class TemplateRenderer:
         self._format = find_call_format(call_format)
         self._variables = dict(variables or {})
         self._expect_calls = expect_calls
+        self._check = check
         self._encoder = Encoder(tokenizer)
         self._follow = Follow(
             template, self._encoder, variables=self._variables, stop_tokens=stop_tokens
@@ -143,8 +147,9 @@ class TemplateRenderer:
         calls, error = (), None
         if self._format is not None and (self.tools or self._expect_calls):
             reading = self._format.read(content, self.tools)
-            if reading.problem:
-                error = f"error: {reading.problem}"
+            problem = reading.problem or self._wrong(reading.calls)
+            if problem:
+                error = f"error: {problem}"
             elif reading.calls and not cut:
                 calls, content = reading.calls, reading.content
             elif self._expect_calls and not reading.calls:
@@ -187,6 +192,11 @@ class TemplateRenderer:
     @property
     def _template_tools(self) -> tuple[ToolDef, ...]:
         return () if self._format is not None and self._format.in_text else self.tools
+
+    def _wrong(self, calls: Sequence[ToolCall]) -> str | None:
+        """Say what is wrong with the first bad one of calls that could be read."""
+        found = map(self._check, calls) if self._check is not None else ()
+        return next((problem for problem in found if problem), None)
 
     def _set_tools(self, tools: Sequence[ToolDef]) -> None:
         if self.tool_problem and (tools or self._expect_calls):
