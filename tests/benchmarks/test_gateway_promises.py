@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import ast
 import json
 
 import pytest
 
 from tests.test_faults_c import ROWS
 
-CALM = {"held": True, "sessions": 256, "turns": 20, "lost": 0, "crossed": 0}
+CALM = {
+    "held": True, "sessions": 256, "turns": 20, "lost": 0, "crossed": 0, "alive": 0,
+    "seconds": 360.0, "requests": 10_240, "prompt_tokens": 16_100,
+    "overhead_ms": {"p50": 2.0, "p99": 20.0},
+}  # fmt: skip
 CHEAP = {"turns": 128.0, "tokens": 69_900.0, "ratio": 1.2}
 SUITE = "<testsuites><testsuite>{}</testsuite></testsuites>"
 CASE = '<testcase classname="{}" name="{}">{}</testcase>'
@@ -29,6 +34,12 @@ def promises(modules):
         (0, {"crossed": 1}, False),
         (0, {"sessions": 8}, False),
         (0, {"turns": 2}, False),
+        (0, {"alive": 1}, False),
+        (0, {"seconds": 100.0}, False),
+        (0, {"requests": 0}, False),
+        (0, {"prompt_tokens": 900}, False),
+        (0, {"overhead_ms": {"p50": 5.0, "p99": 20.0}}, False),
+        (0, {"overhead_ms": {"p50": 2.0, "p99": 50.0}}, False),
     ],
 )
 def test_load(promises, clone, status, changes, held):
@@ -90,3 +101,12 @@ def test_a_lane(promises, clone, status, case, held):
     (made.root / "Makefile").write_text(text)
     found = promises.lane("x")(made, {})
     assert found.held is held and found.figures["tests"] == 1
+    assert promises.lane("x", "tests.lanes.x::test_y")(made, {}).held is held
+    assert not promises.lane("x", "tests.lanes.x::test_z")(made, {}).held
+
+
+def test_the_cases_that_lanes_must_hold_exist(promises, repo_root):
+    for case in (*promises.EPISODES, *promises.ORACLE):
+        module, _, name = case.partition("::")
+        made = ast.parse((repo_root / f"{module.replace('.', '/')}.py").read_text()).body
+        assert name in {node.name for node in made if isinstance(node, ast.FunctionDef)}, case

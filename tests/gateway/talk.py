@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from skyrl_jax.batching.sequences import make_rows
 from skyrl_jax.core.types import Completion, Message, ToolCall, ToolDef
-from skyrl_jax.gateway.conversation import Conversation
+from skyrl_jax.gateway.conversation import Conversation, Placement
 from skyrl_jax.generation.renderer import ChatMLRenderer
 from tests.actor.fakes import make_tokenizer
 from tests.batching.make import episode
@@ -86,13 +86,21 @@ class Talk:
     def call(self, history, answer, tools=(), *, finish="stop", kind="agent") -> Message:
         """Ask, and answer by a text or by ids; return what the client gets."""
         placement = self.conversation.place(history, tools)
+        return self.answer(placement, answer, finish=finish, kind=kind)
+
+    def answer(self, placement: Placement, answer, *, finish="stop", kind="agent") -> Message:
+        """Answer what was placed; return what the client gets."""
         ids = ids_of(answer) if isinstance(answer, str) else tuple(answer)
         completion = self.complete(ids, finish)
-        message = RENDERER.parse(ids, finish)
+        message = self.parse(ids, finish)
         self.prompts.append(tuple(placement.prompt_ids))
         self.completions.append(completion)
         self.conversation.record(placement, completion, message, kind=kind)
         return message
+
+    def parse(self, ids: tuple[int, ...], finish: str) -> Message:
+        """Return the message that ids are."""
+        return RENDERER.parse(ids, finish)
 
     def complete(self, ids, finish="stop") -> Completion:
         names = range(self.sampled + 1, self.sampled + 1 + len(ids))

@@ -3,7 +3,8 @@
 A client plays threads (the main agent and sub-agents) and does to its histories what clients do:
 rollback, compaction, rewriting, other system prompts, retries that get the recorded answer or
 another sample, calls beside the work, answers cut by a length limit, aborts with partial tokens or
-none, weights that change within an answer. It knows itself which answers it went on to use. What
+none, an engine that dies under a call and comes back with older weights, calls under way together,
+weights that change within an answer. It knows itself which answers it went on to use. What
 the rows must be is worked out again here, by comparing whole prompts.
 """
 
@@ -28,6 +29,7 @@ from tests.gateway.talk import RENDERER, TOKENIZER, TOOLS, Talk, system, tool, u
 MOVES = (
     "say", "say", "say", "say", "results", "strip", "trim", "back", "edit", "compact", "system",
     "spawn", "same", "again", "abort", "empty", "cut", "aux", "title",
+    "restart", "together",
 )  # fmt: skip
 
 
@@ -153,6 +155,36 @@ class Client:
         number = len(self.talk.prompts)
         self.talk.call([*thread.history, user(self.word())], (), TOOLS, finish="abort")
         self.partial.add(number)
+
+    def do_restart(self, thread: Thread) -> None:
+        """The engine dies under a call and comes back with weights it had; the client asks again.
+
+        Nothing of the call is left, or what it had said so far.
+        """
+        new = user(self.word())
+        if self.chance.random() < 0.5:
+            self.talk.conversation.place([*thread.history, new], TOOLS)
+        else:
+            history = [*thread.history, new]
+            self.partial.add(self.call(history, finish="abort", whole=False)[0])
+        self.talk.version = self.chance.randrange(1, self.talk.version + 1)
+        self.go_on(thread, new)
+
+    def do_together(self, thread: Thread) -> None:
+        """All threads ask before any is answered; the answers come in another order."""
+        asked = []
+        for one in self.threads:
+            one.history.append(user(self.word()))
+            asked.append((one, self.talk.conversation.place(one.history, TOOLS)))
+        self.chance.shuffle(asked)
+        for one, placement in asked:
+            number, last = len(self.talk.prompts), one.last
+            one.history.append(self.talk.answer(placement, self.sample(True)))
+            one.last = number
+            if last is not None:
+                self.used.add(last)
+                full = self.talk.full(last)
+                assert self.talk.prompts[number][: len(full)] == full
 
     # -- calls beside the work -------------------------------------------------------------------
 

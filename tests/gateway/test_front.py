@@ -185,6 +185,84 @@ def test_bad_input_is_refused_and_the_server_goes_on(path, name, change, status)
     assert recorded.fault is None
 
 
+IMAGE = {"type": "image_url", "image_url": {"url": "data:,x"}}
+# By path: what takes the place of the one user message.
+WRONG = {
+    "unknown role": {path: {"role": "wizard", "content": "x"} for path in BODIES},
+    "tool message without call": {
+        "/v1/chat/completions": {"role": "tool", "tool_call_id": "c9", "content": "x"},
+        "/v1/responses": {"type": "function_call_output", "call_id": "c9", "output": "x"},
+        "/v1/messages": {
+            "role": "user",
+            "content": [{"type": "tool_result", "tool_use_id": "c9", "content": "x"}],
+        },
+    },
+    "image": {
+        "/v1/chat/completions": {"role": "user", "content": [IMAGE]},
+        "/v1/responses": {
+            "role": "user",
+            "content": [{"type": "input_image", "image_url": "data:,x"}],
+        },
+        "/v1/messages": {"role": "user", "content": [{"type": "image", "source": {}}]},
+    },
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+@pytest.mark.parametrize("kind", WRONG)
+def test_a_wrong_message_is_refused_and_the_server_goes_on(path, kind):
+    key = "input" if path == "/v1/responses" else "messages"
+
+    async def action(client, session, gate):
+        bad = await client.post(path, {**BODIES[path], key: [USER, WRONG[kind][path]]})
+        return bad, await client.post(path, BODIES[path])
+
+    ((status, body, headers), after), recorded = run(action, says("ok"))
+    assert status == 400
+    assert error_of(path, body)[0] == "invalid_request_error"
+    assert headers["x-should-retry"] == "false"
+    assert after[0] == 200 and len(recorded.turns) == 1 and recorded.fault is None
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_wrong_key_is_refused_and_the_server_goes_on(path):
+    async def action(client, session, gate):
+        async with Client(session, **{"x-api-key": "sk-skyrl-wrongwrongwrong"}) as asking:
+            bad = await asking.post(path, BODIES[path])
+        return bad, await client.post(path, BODIES[path])
+
+    ((status, body, _), after), recorded = run(action, says("ok"))
+    assert status == 401
+    kinds = ("authentication_error", "invalid_request_error")
+    assert error_of(path, body)[0] in kinds and "wrongwrong" not in json.dumps(body)
+    assert after[0] == 200 and len(recorded.turns) == 1
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_a_session_used_by_two_clients_at_once_mixes_nothing(path):
+    key = "input" if path == "/v1/responses" else "messages"
+
+    class Echo:
+        async def generate(self, prompt_ids, sampling, session):
+            await asyncio.sleep(0.05)
+            said = bytes(i for i in prompt_ids if i < 256).decode()
+            return completion(said.split("user\n")[-1].split("\n")[0])
+
+    async def action(client, session, gate):
+        async with Client(session) as second:
+            words = [f"w{number % 4}" for number in range(8)]
+            bodies = [{**BODIES[path], key: [{"role": "user", "content": w}]} for w in words]
+            clients = (client, second)
+            asked = (clients[i % 2].post(path, body) for i, body in enumerate(bodies))
+            return words, await asyncio.gather(*asked)
+
+    (words, answers), recorded = run(action, Echo())
+    assert [status for status, _, _ in answers] == [200] * 8
+    for word, (_, body, _) in zip(words, answers, strict=True):
+        assert [w for w in set(words) if f'"{w}"' in json.dumps(body)] == [word]
+    assert len(recorded.turns) == 4 and recorded.fault is None
+
+
 def test_a_large_body_in_chunks_is_refused_too():
     async def parts():
         for _ in range(100):
