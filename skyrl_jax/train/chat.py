@@ -91,11 +91,10 @@ def check_chat(config: RunConfig) -> None:
 
 def keep_template(folder: Path, workdir: Path) -> None:
     """Copy the template of a model into the run folder; without one nothing is copied."""
-    if has_template(folder):
-        for name, data in template_files(folder).items():
-            partial = workdir / f".{name}.partial"
-            partial.write_bytes(data)
-            partial.replace(workdir / name)
+    for name, data in template_files(folder).items():
+        partial = workdir / f".{name}.partial"
+        partial.write_bytes(data)
+        partial.replace(workdir / name)
 
 
 def template_files(folder: Path) -> dict[str, bytes]:
