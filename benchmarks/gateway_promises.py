@@ -89,7 +89,7 @@ PROVED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 COST_RATIO = 1.5
 TEMPLATES = 72  # in the wheel of trl 1.16.0
-LOAD_S, P50_MS, P99_MS = 180, 5.0, 50.0
+LOAD_S, P50_MS, P99_MS, LEFT_MB = 180, 5.0, 50.0, 8.0
 LANE_LIMIT_S = 25 * 60
 
 
@@ -145,6 +145,7 @@ def load(clone: Clone, figures: Mapping[str, Any]) -> Outcome:
         ran.status == 0
         and found["held"] is True
         and (found["sessions"], found["turns"]) == (256, 20)
+        and found["rss_mb"]["after"] - found["rss_mb"]["warm"] <= LEFT_MB
         and found["lost"] == found["crossed"] == found["alive"] == 0
         and found["seconds"] >= LOAD_S
         and found["requests"] >= 256 * 20
