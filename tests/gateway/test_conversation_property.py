@@ -133,18 +133,24 @@ class Client:
         again = conversation.retry(conversation.place(thread.history[:-1], TOOLS))
         if again is None:
             assert any(p[: len(full)] == full for p in self.talk.prompts
-                       for full in self.fulls_of(thread.last)), "it was continued"  # fmt: skip
+                       for full in self.fulls_of(thread)), "it was continued"  # fmt: skip
             return
         assert again.completion is self.talk.completions[again.node]
-        assert self.talk.prompts[again.node] == self.talk.prompts[thread.last]
+        asked = self.known[again.node][:-1]  # below a twin: other tokens, which read alike
+        assert len(asked) == len(thread.history) - 1
+        assert all(map(likeness, asked, thread.history))
         assert len(self.talk.completions) == calls
         thread.last = again.node
         thread.history[-1] = again.message
 
-    def fulls_of(self, number: int) -> list[tuple[int, ...]]:
-        """Return all tokens of the calls with the same prompt."""
-        prompt = self.talk.prompts[number]
-        return [self.talk.full(n) for n, other in enumerate(self.talk.prompts) if other == prompt]
+    def fulls_of(self, thread: Thread) -> list[tuple[int, ...]]:
+        """Return all tokens of the calls whose history reads as this one."""
+        asked = thread.history[:-1]
+        return [
+            self.talk.full(n)
+            for n, known in self.known.items()
+            if len(known) == len(thread.history) and all(map(likeness, known, asked))
+        ]
 
     def do_again(self, thread: Thread) -> None:
         """The client throws its last answer away and gets another sample."""
