@@ -143,6 +143,7 @@ class Session:
     def _flight(self, chat: ChatRequest, repeat: Repeat, aux: bool) -> Flight:
         """Return the call that answers a request: one that there was already, or a new one."""
         self._check_open()
+        self._note_asked(chat.asked)
         if repeat.key and (found := self._by_name(repeat)) is not None:
             return self._again(found, chat, aux)
         placement = self._place(chat)
@@ -199,7 +200,6 @@ class Session:
             self._limit = refused.limit
             self._counts[f"refused_{refused.limit}"] += 1
             raise
-        self._note_asked(chat.asked)
         sampling = replace(self._parts.sampling, max_new_tokens=room, seed=self._seed(key))
         flight = Flight(self._answer(key, chat, placement, sampling, mark), mark)
         self._flights[key] = flight

@@ -67,14 +67,15 @@ def test_sampling_parameters_are_the_sessions():
     async def action(session):
         await session.serve(ask("x", asked={"temperature": 0.1, "stop": ["y"]}, max_tokens=4))
         await session.serve(ask("y", asked={"temperature": 1.0}))
+        await session.serve(ask("y", asked={"temperature": 0.2}))  # a replay: no other sample
 
     _, recorded = play(action, generator)
     one, two = (sampling for _, sampling, _ in generator.calls)
     assert (one.temperature, one.stop_token_ids, one.max_new_tokens) == (1.0, (END,), 4)
     assert two.max_new_tokens == SAMPLING.max_new_tokens
     assert generator.calls[0][2] == "task/0"
-    assert recorded.asked == {"temperature": (0.1,), "stop": (["y"],)}
-    assert recorded.counts["ignored_temperature"] == 1
+    assert recorded.asked == {"temperature": (0.1, 0.2), "stop": (["y"],)}
+    assert recorded.counts["ignored_temperature"] == 2
 
 
 def test_seeds_depend_on_what_is_asked_and_not_on_the_order():
