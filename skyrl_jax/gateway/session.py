@@ -253,6 +253,14 @@ class Session:
                 f"session {self.session_id}: no answer within {seconds:g} s",
                 cause="engine_timeout",
             ) from None
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise GenerationError(  # nobody here asked for it: the client of the engine was closed
+                f"session {self.session_id}: the generator cancelled its own call",
+                cause="engine_cancelled",
+            ) from error
 
     def _record(
         self,

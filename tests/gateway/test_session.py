@@ -308,6 +308,24 @@ def test_a_generation_that_takes_too_long_is_a_host_fault():
     assert generator.cancelled == 1
 
 
+class Closed:
+    """A generator whose connections were closed under a call: it cancels its own work."""
+
+    async def generate(self, prompt_ids, sampling, session):
+        raise asyncio.CancelledError
+
+
+def test_a_call_that_its_own_generator_cancels_is_a_fault_of_the_host():
+    async def action(session):
+        with pytest.raises(Refused) as caught:
+            await session.serve(ask("x"))
+        return caught.value.status
+
+    status, recorded = play(action, Closed())
+    assert status == 503
+    assert recorded.fault.cause == "engine_cancelled"
+
+
 def test_an_aborted_answer_is_a_fault_and_its_tokens_are_on_record():
     part = completion("", "abort", spoken("par")[:-1])
     none = completion("", "abort", ())
