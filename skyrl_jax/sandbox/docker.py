@@ -27,16 +27,24 @@ from typing import Any, Self, TypeVar
 
 from skyrl_jax.core.errors import HostError, ImageError, InfraError, SandboxGone, SandboxTimeout
 from skyrl_jax.core.protocols import SHARED, ExecResult, SandboxSpec
-from skyrl_jax.sandbox.cgroup import OomCounter, owner_alive, run_name
+from skyrl_jax.sandbox.cgroup import OomCounter, run_name
 from skyrl_jax.sandbox.channel import BASE_ENV, SupervisorChannel
 from skyrl_jax.sandbox.docker_stream import AttachedStream
 from skyrl_jax.sandbox.native_build import NativePrograms, build_native
+from skyrl_jax.sandbox.reaper import (
+    LABEL_HOST,
+    LABEL_RUN,
+    LABEL_UID,
+    boot_id,
+    docker_address,
+    is_dead,
+    reap,
+)
+from skyrl_jax.sandbox.registry import Book
 
 T = TypeVar("T")
 _CALL_TIMEOUT_S = 60.0
 _ENTRYPOINT = ["/.skyrl/supervisor", "--mode", "pid1"]
-_LABEL_RUN = "skyrl.run"
-_LABEL_HOST = "skyrl.boot"
 _OOM_FILES = (
     "/sys/fs/cgroup/memory/docker/{id}/memory.oom_control",
     "/sys/fs/cgroup/memory/system.slice/docker-{id}.scope/memory.oom_control",
@@ -66,9 +74,9 @@ class DockerProvider:
         """Keep the settings; nothing is started."""
         self._run = run_name(run_id)
         self._cache_dir = cache_dir
-        self._host = host or os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
+        self._host = host or docker_address()
         self._timeout_s = call_timeout_s
-        self._sandboxes: set[DockerSandbox] = set()
+        self._sandboxes: Book[DockerSandbox] = Book("docker")
         self._ids = itertools.count()
         self._threads = ThreadPoolExecutor(max_workers=16, thread_name_prefix="docker")
         self._client: Any = None
@@ -92,6 +100,8 @@ class DockerProvider:
         self._native: NativePrograms = await asyncio.to_thread(build_native, self._cache_dir)
         self._client = await self.call(self._connect)
         await self.call(self._reap)
+        await asyncio.to_thread(reap)
+        self._sandboxes.open(self._run, self._host)
         return self
 
     async def __aexit__(
@@ -100,13 +110,21 @@ class DockerProvider:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Destroy every sandbox."""
-        try:
-            await asyncio.gather(*(box.destroy() for box in list(self._sandboxes)))
-        finally:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-            if self._client is not None:
-                self._client.close()
+        """Destroy every sandbox; the first failure is raised at the end."""
+        outcomes = await asyncio.gather(
+            *(box.destroy() for box in list(self._sandboxes)), return_exceptions=True
+        )
+        if self._sandboxes.left:  # the daemon may have been away for a moment
+            with contextlib.suppress(HostError):
+                await self.call(self._remove_own)
+                self._sandboxes.settle()
+        self._sandboxes.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._client is not None:
+            self._client.close()
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
 
     async def call(
         self, function: Callable[..., T], *args: Any, late: Callable[[T], None] | None = None
@@ -177,11 +195,14 @@ class DockerProvider:
         return made
 
     def _reap(self) -> None:
-        boot = _boot_id()
-        for found in self._client.containers(all=True, filters={"label": _LABEL_RUN}):
-            labels = found["Labels"]
-            if labels.get(_LABEL_HOST) == boot and not owner_alive(labels[_LABEL_RUN]):
+        for found in self._client.containers(all=True, filters={"label": LABEL_RUN}):
+            if is_dead(found["Labels"]):
                 self.remove(found["Id"])
+
+    def _remove_own(self) -> None:
+        label = f"{LABEL_RUN}={self._run}"
+        for found in self._client.containers(all=True, filters={"label": label}):
+            self.remove(found["Id"])
 
     def remove(self, container: str) -> None:
         """Remove a container; one that is gone or going already is fine."""
@@ -208,7 +229,7 @@ class DockerProvider:
             command=["--uid", str(spec.user), "--fsize", str(spec.disk_mb << 20)],
             user="0:0",
             stdin_open=True,
-            labels={_LABEL_RUN: self._run, _LABEL_HOST: _boot_id()},
+            labels={LABEL_RUN: self._run, LABEL_HOST: boot_id(), LABEL_UID: str(os.geteuid())},
             hostname="sandbox",
             working_dir="/",
             host_config=self._host_config(spec),
@@ -281,7 +302,7 @@ class DockerProvider:
                 "sandbox.best_effort=True",
                 cause="limits",
             )
-        box = DockerSandbox(self, spec, self._sandboxes.discard)
+        box = DockerSandbox(self, spec, self._sandboxes.forget)
         self._sandboxes.add(box)
         try:
             await box.open()
@@ -302,10 +323,6 @@ def _owned_by_agent(member: tarfile.TarInfo) -> tarfile.TarInfo:
     return member
 
 
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
 class DockerSandbox:
     """One container. Made by ``DockerProvider.create``."""
 
@@ -313,7 +330,7 @@ class DockerSandbox:
         self,
         provider: DockerProvider,
         spec: SandboxSpec,
-        forget: Callable[[DockerSandbox], None],
+        forget: Callable[[DockerSandbox, bool], None],
     ) -> None:
         """Keep the spec; ``open`` does the work."""
         self._provider = provider
@@ -411,6 +428,7 @@ class DockerSandbox:
         await asyncio.shield(self._destroyed)
 
     async def _destroy(self) -> None:
+        left = True  # without a container's id, too: the call that makes one may still be under way
         try:
             if self._timer is not None:
                 self._timer.cancel()
@@ -418,6 +436,7 @@ class DockerSandbox:
                 self._channel.abort()
             if self._container:
                 await self._provider.call(self._provider.remove, self._container)
+                left = False
         finally:
             self._oom.close()
-            self._forget(self)
+            self._forget(self, left)

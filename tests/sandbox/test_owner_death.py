@@ -362,6 +362,7 @@ def test_the_process_backend_removes_the_folders_of_dead_owners(
     others = {"skyrl-process-plain", "unrelated.run.4194304.1.abcdef"}
     for name in others:
         (tmp_path / name).mkdir()
+    others.add(f"skyrl-sandboxes-{os.geteuid()}")
     backend = Backend("process", quiet_process_provider, "", layer)
 
     async def run() -> None:
