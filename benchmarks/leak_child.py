@@ -3,9 +3,9 @@
 
 python -m benchmarks.leak_child ARGUMENTS.json
 
-Every episode writes a line to the log once it has its sandbox and as it ends, so that its killer knows what
-it killed. Each tenth episode raises in one of its stages; the last of each four collections is
-cancelled at some time. Every call to a sandbox is timed against its own deadline.
+Every episode writes a line to the log once it has its sandbox, and as it ends. Each tenth episode
+raises in one of its stages; each third collection is cancelled at some time. Every call to a
+sandbox is timed against its own deadline.
 """
 
 from __future__ import annotations

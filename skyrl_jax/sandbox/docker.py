@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import os
 import socket
 import tarfile
@@ -44,6 +45,7 @@ from skyrl_jax.sandbox.registry import Book
 
 T = TypeVar("T")
 _CALL_TIMEOUT_S = 60.0
+_LIFE_MARGIN_S = 2.0  # a container ends itself this long after its owner should have ended it
 _ENTRYPOINT = ["/.skyrl/supervisor", "--mode", "pid1"]
 _OOM_FILES = (
     "/sys/fs/cgroup/memory/docker/{id}/memory.oom_control",
@@ -222,18 +224,13 @@ class DockerProvider:
 
     def prepare(self, spec: SandboxSpec) -> tuple[str, socket.socket]:
         """Create a container, put the layers in, attach; nothing runs yet."""
-        container = self._client.create_container(
-            spec.image,
-            name=f"skyrl-{self._run}-{next(self._ids)}".replace(".", "-"),
-            entrypoint=_ENTRYPOINT,
-            command=["--uid", str(spec.user), "--fsize", str(spec.disk_mb << 20)],
-            user="0:0",
-            stdin_open=True,
-            labels={LABEL_RUN: self._run, LABEL_HOST: boot_id(), LABEL_UID: str(os.geteuid())},
-            hostname="sandbox",
-            working_dir="/",
-            host_config=self._host_config(spec),
-        )["Id"]
+        name = f"skyrl-{self._run}-{next(self._ids)}".replace(".", "-")
+        try:
+            container = self._make(name, spec)
+        except BaseException:  # the daemon may have made it, and only its answer was lost
+            with contextlib.suppress(Exception):
+                self.remove(name)
+            raise
         try:
             for layer in reversed(spec.layers):
                 self._put_layer(container, layer)
@@ -246,6 +243,23 @@ class DockerProvider:
             self.remove(container)
             raise
         return container, channel
+
+    def _make(self, name: str, spec: SandboxSpec) -> str:
+        life = ["--life", str(math.ceil(spec.lifetime_s + _LIFE_MARGIN_S))]
+        made: str = self._client.create_container(
+            spec.image,
+            name=name,
+            entrypoint=_ENTRYPOINT,
+            command=["--uid", str(spec.user), "--fsize", str(spec.disk_mb << 20), *life],
+            user="0:0",
+            stdin_open=True,
+            stop_signal="SIGKILL",  # PID 1 hears no other: a daemon that ends would wait for it
+            labels={LABEL_RUN: self._run, LABEL_HOST: boot_id(), LABEL_UID: str(os.geteuid())},
+            hostname="sandbox",
+            working_dir="/",
+            host_config=self._host_config(spec),
+        )["Id"]
+        return made
 
     def _host_config(self, spec: SandboxSpec) -> Any:
         binds = {str(self._native.supervisor): {"bind": "/.skyrl/supervisor", "mode": "ro"}}
