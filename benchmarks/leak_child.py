@@ -261,6 +261,9 @@ async def main(plan: dict[str, Any]) -> None:
 
 if __name__ == "__main__":
     warnings.simplefilter("ignore")
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # a background shell's children ignore it
     try:
         asyncio.run(main(json.loads(Path(sys.argv[1]).read_text())))
     except (KeyboardInterrupt, asyncio.CancelledError):

@@ -30,12 +30,33 @@ def _answers(host: str) -> bool:
 
 
 class PrivateDaemon:
-    """A daemon of our own that can be restarted; ``close`` leaves nothing of it."""
+    """A daemon of our own that can be restarted; ``close`` leaves nothing of it.
 
-    def __init__(self) -> None:
+    Args:
+        containerd: also start a containerd of our own, as a system has it. It outlives a daemon
+            that is killed; without, the daemon's own one is killed with it.
+    """
+
+    def __init__(self, *, containerd: bool = False) -> None:
         self.home = Path(tempfile.mkdtemp(prefix="skyrl-dockerd-"))
         self.host = f"unix://{self.home}/docker.sock"
         self._process: subprocess.Popen[bytes] | None = None
+        self._separate = containerd
+        self._containerd: subprocess.Popen[bytes] | None = None
+
+    def _start_containerd(self) -> list[str]:
+        home = self.home
+        address = f"{home}/containerd.sock"
+        if self._containerd is None:
+            config = home / "containerd.toml"
+            config.write_text('version = 2\ndisabled_plugins = ["io.containerd.grpc.v1.cri"]\n')
+            command = ["containerd", f"--config={config}", f"--address={address}"]
+            command += [f"--root={home}/containerd/root", f"--state={home}/containerd/state"]
+            with open(home / "containerd.log", "ab") as log:
+                self._containerd = subprocess.Popen(
+                    command, stdout=log, stderr=log, start_new_session=True
+                )
+        return [f"--containerd={address}"]
 
     def start(self) -> None:
         """Start it and wait until it answers."""
@@ -43,6 +64,7 @@ class PrivateDaemon:
         command = ["dockerd", "--iptables=false", "--ip6tables=false", "--bridge=none"]
         command += ["--storage-driver=overlay2", f"--host={self.host}", f"--data-root={home}/root"]
         command += [f"--exec-root={home}/exec", f"--pidfile={home}/pid"]
+        command += self._start_containerd() if self._separate else []
         with open(home / "log", "ab") as log:
             daemon = subprocess.Popen(command, stdout=log, stderr=log, start_new_session=True)
         self._process = daemon
@@ -84,6 +106,13 @@ class PrivateDaemon:
     def close(self) -> None:
         """End it and remove its data."""
         self.stop()
+        if self._containerd is not None:
+            self._containerd.terminate()
+            try:
+                self._containerd.wait(timeout=10)
+            except subprocess.TimeoutExpired:
+                self._containerd.kill()
+                self._containerd.wait(timeout=10)
         _unmount_below(self.home)
         shutil.rmtree(self.home, ignore_errors=True)
 
