@@ -4,7 +4,7 @@
 python -m benchmarks.leak_child ARGUMENTS.json
 
 Every episode writes a line to the log once it has its sandbox, and as it ends. Each tenth episode
-raises in one of its stages; each third collection is cancelled at some time. Every call to a
+raises in one of its stages; each second collection is cancelled at some time. Every call to a
 sandbox is timed against its own deadline.
 """
 
@@ -233,7 +233,7 @@ async def play(plan: dict[str, Any], log: Log) -> None:
                 )
             )
             try:
-                if number % 3 == 2:
+                if number % 2:
                     await asyncio.wait({job}, timeout=log.rng.uniform(0.02, plan["pace_s"]))
                     if job.cancel():
                         log.say(fault="cancellation")

@@ -49,10 +49,10 @@ def supervisors_of(launchers: Collection[int]) -> list[int]:
     return found
 
 
-def count_left(
+def find_left(
     temporary: Path, daemon: PrivateDaemon, owners: Collection[int], containers: Collection[str]
-) -> dict[str, int]:
-    """Count what is left of the sandboxes of dead owners.
+) -> dict[str, list[str]]:
+    """Name what is left of the sandboxes of dead owners.
 
     Args:
         temporary: the owners' temporary folder.
@@ -67,13 +67,15 @@ def count_left(
     registry = temporary / f"skyrl-sandboxes-{os.geteuid()}"
     told = [run for path in registry.glob("*.jsonl") if (run := read_run(path)) is not None]
     kept = {registry, temporary / f"skyrl-stage-{os.geteuid()}"}
+    open_ones = [f"{run.run} {number}" for run in told for number in run.open]
     return {
-        "sandboxes": len(listed.stdout.split()) + sum(len(run.open) for run in told),
-        "mounts": len(_mounts(temporary, daemon)),
-        "cgroups": len(_cgroups(names, containers)),
-        "processes": len(_processes(temporary, daemon, names, containers)),
-        "folders": len([path for path in temporary.iterdir() if path not in kept]) + len(told),
-        "sockets": len(_sockets(temporary)),
+        "sandboxes": listed.stdout.decode().split() + open_ones,
+        "mounts": sorted(_mounts(temporary, daemon)),
+        "cgroups": _cgroups(names, containers),
+        "processes": _processes(temporary, daemon, names, containers),
+        "folders": [str(path) for path in temporary.iterdir() if path not in kept]
+        + [str(run.path) for run in told],
+        "sockets": _sockets(temporary),
     }
 
 

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import docker
 import docker.errors
 
-from benchmarks.leak_count import count_left, launchers_of, supervisors_of
+from benchmarks.leak_count import find_left, launchers_of, supervisors_of
 from skyrl_jax.sandbox.images import base_image
 from skyrl_jax.sandbox.reaper import reap
 from tests.sandbox.dockerd import REPO, PrivateDaemon, build_image
@@ -120,8 +120,8 @@ class Child:
 class Bench:
     """The whole test: a daemon, a temporary folder, two lines of children."""
 
-    def __init__(self, seed: int, each: int) -> None:
-        self.seed, self.each = seed, each
+    def __init__(self, seed: int, each: int, crashes: float) -> None:
+        self.seed, self.each, self.crashes = seed, each, crashes
         self.totals = Totals()
         self.lock = threading.Lock()
         self.scratch = Path(tempfile.mkdtemp(prefix="skyrl-leaks-"))
@@ -186,9 +186,12 @@ class Bench:
 
     def _act(self, child: Child, act: str) -> None:
         if act == "restart":
-            self.daemon.stop(kill=child.rng.random() < 0.4)
+            kill = child.rng.random() < self.crashes
+            self.daemon.stop(kill=kill)
             self.daemon.start()
             self._count("daemon restart")
+            if kill:
+                self._count("of these by SIGKILL")
         elif child.backend == "docker":
             self._kill_container(child)
         else:
@@ -244,11 +247,11 @@ class Bench:
                     totals.containers.add(event["container"])
 
 
-def settle(bench: Bench) -> tuple[dict[str, int], float]:
+def settle(bench: Bench) -> tuple[dict[str, list[str]], float]:
     """Wait until nothing is left without a reaper, or for as long as that may take."""
     began = time.monotonic()
     while True:
-        left = count_left(bench.temporary, bench.daemon, bench.totals.pids, bench.totals.containers)
+        left = find_left(bench.temporary, bench.daemon, bench.totals.pids, bench.totals.containers)
         waited = time.monotonic() - began
         if not any(left.values()) or waited > SETTLE_S:
             return left, waited
@@ -256,10 +259,16 @@ def settle(bench: Bench) -> tuple[dict[str, int], float]:
 
 
 def run(
-    bwrap: int, containers: int, *, size: tuple[int, int], seed: int, each: int
+    bwrap: int,
+    containers: int,
+    *,
+    size: tuple[int, int],
+    seed: int = 0,
+    each: int = 1,
+    crashes: float = 0.4,
 ) -> dict[str, Any]:
     """Run the test; return the figures."""
-    bench = Bench(seed, each)
+    bench = Bench(seed, each, crashes)
     began = time.monotonic()
     try:
         bench.open()
@@ -276,7 +285,7 @@ def run(
         tempfile.tempdir = str(bench.temporary)
         reaped = reap(strays=True)
         totals = bench.totals
-        left = count_left(bench.temporary, bench.daemon, totals.pids, totals.containers)
+        left = find_left(bench.temporary, bench.daemon, totals.pids, totals.containers)
     finally:
         tempfile.tempdir = None
         bench.close()
@@ -288,10 +297,11 @@ def run(
         "injected": dict(sorted(totals.injected.items())),
         "ended": dict(sorted(totals.ended.items())),
         "failed": dict(sorted(totals.failures.items())),
-        "left_before_reaper": before,
+        "left_before_reaper": {name: len(found) for name, found in before.items()},
         "settled_s": round(waited, 2),
         "reaped": [item.what for item in reaped],
-        "left": left,
+        "left": {name: len(found) for name, found in left.items()},
+        "what_is_left": [line[:200] for found in left.values() for line in found][:10],
         "over_deadline": len(totals.over),
         "over": totals.over[:5],
         "problems": totals.problems[:3],
@@ -319,10 +329,20 @@ def main() -> int:
     parser.add_argument("--bwrap", type=int, default=700)
     parser.add_argument("--docker", type=int, default=300)
     parser.add_argument("--each", type=int, default=20, help="least number of each fault")
+    parser.add_argument(
+        "--crashes", type=float, default=0.4, help="share of restarts that begin by SIGKILL"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="also write the JSON object here")
     options = parser.parse_args()
-    result = run(options.bwrap, options.docker, size=(14, 7), seed=options.seed, each=options.each)
+    result = run(
+        options.bwrap,
+        options.docker,
+        size=(14, 7),
+        seed=options.seed,
+        each=options.each,
+        crashes=options.crashes,
+    )
     bad = failed(result, options.each)
     print(json.dumps(result | {"ok": not bad}), flush=True)
     if options.out:

@@ -32,6 +32,7 @@ from skyrl_jax.sandbox.cgroup import OomCounter, run_name
 from skyrl_jax.sandbox.channel import BASE_ENV, SupervisorChannel
 from skyrl_jax.sandbox.docker_stream import AttachedStream
 from skyrl_jax.sandbox.native_build import NativePrograms, build_native
+from skyrl_jax.sandbox.orphans import end_orphan
 from skyrl_jax.sandbox.reaper import (
     LABEL_HOST,
     LABEL_RUN,
@@ -79,6 +80,7 @@ class DockerProvider:
         self._host = host or docker_address()
         self._timeout_s = call_timeout_s
         self._sandboxes: Book[DockerSandbox] = Book("docker")
+        self.lost: list[str] = []  # containers whose removal failed
         self._ids = itertools.count()
         self._threads = ThreadPoolExecutor(max_workers=16, thread_name_prefix="docker")
         self._client: Any = None
@@ -205,6 +207,8 @@ class DockerProvider:
         label = f"{LABEL_RUN}={self._run}"
         for found in self._client.containers(all=True, filters={"label": label}):
             self.remove(found["Id"])
+        for container in self.lost:
+            end_orphan(container)
 
     def remove(self, container: str) -> None:
         """Remove a container; one that is gone or going already is fine."""
@@ -213,7 +217,7 @@ class DockerProvider:
         try:
             self._client.remove_container(container, force=True, v=True)
         except docker.errors.NotFound:
-            return
+            end_orphan(container)
         except docker.errors.APIError as error:
             if error.status_code != 409:  # 409: auto-removal is on its way
                 raise
@@ -289,6 +293,11 @@ class DockerProvider:
             spool.seek(0)
             self._client.put_archive(container, "/", spool)
 
+    def note(self, box: DockerSandbox, container: str) -> None:
+        """Keep a sandbox's container for whoever comes after this process."""
+        if box in self._sandboxes:
+            self._sandboxes.note(box, [container])
+
     def drop(self, prepared: tuple[str, socket.socket]) -> None:
         """Remove a container that was prepared too late for its sandbox."""
         prepared[1].close()
@@ -362,6 +371,7 @@ class DockerSandbox:
         """Create, attach, start, and wait for the supervisor's first word."""
         provider = self._provider
         self._container, raw = await provider.call(provider.prepare, self._spec, late=provider.drop)
+        self._provider.note(self, self._container)
         raw.setblocking(False)
         self._channel = channel = SupervisorChannel()
         loop = asyncio.get_running_loop()
@@ -452,5 +462,7 @@ class DockerSandbox:
                 await self._provider.call(self._provider.remove, self._container)
                 left = False
         finally:
+            if left and self._container:
+                self._provider.lost.append(self._container)
             self._oom.close()
             self._forget(self, left)

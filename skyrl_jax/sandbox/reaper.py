@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_jax.sandbox.cgroup import CgroupTree, find_cgroups, owner_alive, remove_tree
+from skyrl_jax.sandbox.orphans import end_orphan
 from skyrl_jax.sandbox.registry import Run, registry_folder, runs
 
 LABEL_RUN = "skyrl.run"
@@ -119,6 +120,10 @@ def _docker(run: Run, remove: bool) -> Iterator[Leftover]:
         return
     with _daemon(run.where) as client:
         yield from _containers(client, lambda labels: labels.get(LABEL_RUN) == run.run, remove)
+    for container in {trace for traces in run.open.values() for trace in traces}:
+        if remove and end_orphan(container):
+            what = f"container {container[:12]}, which its daemon has forgotten"
+            yield Leftover(backend="docker", run=run.run, what=what)
 
 
 _BACKENDS: Mapping[str, Callable[[Run, bool], Iterator[Leftover]]] = {

@@ -38,7 +38,7 @@ class Run:
         since: when the owner began, in seconds of the epoch.
         alive: the owner lives: hands off.
         open: {number: traces} of the sandboxes that are not destroyed. Traces are what may be left
-            of one: cgroup directories (bwrap), its folder (process).
+            of one: cgroup directories (bwrap), its folder (process), its container's id.
     """
 
     path: Path
@@ -113,6 +113,17 @@ class Book(Generic[B]):
         except OSError as error:
             raise _not_written(self._path, error) from error
         self._numbers[box] = number
+
+    def note(self, box: B, traces: Iterable[str]) -> None:
+        """Note traces of an open sandbox that were not known before it was made.
+
+        Raises:
+            InfraError: the file cannot be written.
+        """
+        try:
+            self._write({"made": self._numbers[box], "traces": list(traces)})
+        except OSError as error:
+            raise _not_written(self._path, error) from error
 
     def forget(self, box: B, left: bool) -> None:
         """Take a sandbox off; ``left``: something of it may be left, its line stays for the reaper.
