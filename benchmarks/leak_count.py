@@ -50,7 +50,12 @@ def supervisors_of(launchers: Collection[int]) -> list[int]:
 
 
 def find_left(
-    temporary: Path, daemon: PrivateDaemon, owners: Collection[int], containers: Collection[str]
+    temporary: Path,
+    daemon: PrivateDaemon,
+    owners: Collection[int],
+    containers: Collection[str],
+    *,
+    listed_too: bool = True,
 ) -> dict[str, list[str]]:
     """Name what is left of the sandboxes of dead owners.
 
@@ -59,13 +64,15 @@ def find_left(
         daemon: the docker daemon, which is this test's own.
         owners: pids.
         containers: ids of every container that a sandbox had.
+        listed_too: also what only stands in the runs' files, which a reaper alone clears.
     """
     names = [f"leak{os.getpid()}.{owner}." for owner in owners]
     listed = subprocess.run(
         ["docker", "-H", daemon.host, "ps", "-aq"], capture_output=True, timeout=60, check=True
     )
     registry = temporary / f"skyrl-sandboxes-{os.geteuid()}"
-    told = [run for path in registry.glob("*.jsonl") if (run := read_run(path)) is not None]
+    files = registry.glob("*.jsonl") if listed_too else ()
+    told = [run for path in files if (run := read_run(path)) is not None]
     kept = {registry, temporary / f"skyrl-stage-{os.geteuid()}"}
     open_ones = [f"{run.run} {number}" for run in told for number in run.open]
     return {

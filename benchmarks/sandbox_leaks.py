@@ -27,6 +27,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -201,9 +202,10 @@ class Bench:
                 launchers = launchers_of(pid)
                 found = launchers if child.rng.random() < 0.5 else supervisors_of(launchers)
                 if found:
-                    os.kill(child.rng.choice(found), signal.SIGKILL)
-                    self._count("killed bwrap sandbox")
-                    return
+                    with contextlib.suppress(ProcessLookupError):  # it has ended meanwhile
+                        os.kill(child.rng.choice(found), signal.SIGKILL)
+                        self._count("killed bwrap sandbox")
+                        return
                 time.sleep(0.005)
 
     def _kill_container(self, child: Child) -> None:
@@ -251,7 +253,13 @@ def settle(bench: Bench) -> tuple[dict[str, list[str]], float]:
     """Wait until nothing is left without a reaper, or for as long as that may take."""
     began = time.monotonic()
     while True:
-        left = find_left(bench.temporary, bench.daemon, bench.totals.pids, bench.totals.containers)
+        left = find_left(
+            bench.temporary,
+            bench.daemon,
+            bench.totals.pids,
+            bench.totals.containers,
+            listed_too=False,
+        )
         waited = time.monotonic() - began
         if not any(left.values()) or waited > SETTLE_S:
             return left, waited
@@ -272,14 +280,13 @@ def run(
     began = time.monotonic()
     try:
         bench.open()
-        lines = [
-            threading.Thread(target=bench.line, args=("bwrap", bwrap, size[0], 1)),
-            threading.Thread(target=bench.line, args=("docker", containers, size[1], 2)),
-        ]
-        for line in lines:
-            line.start()
-        for line in lines:
-            line.join()
+        with ThreadPoolExecutor(2) as threads:
+            lines = [
+                threads.submit(bench.line, "bwrap", bwrap, size[0], 1),
+                threads.submit(bench.line, "docker", containers, size[1], 2),
+            ]
+            for line in lines:
+                line.result()
         before, waited = settle(bench)
         os.environ.update(TMPDIR=str(bench.temporary), DOCKER_HOST=bench.daemon.host)
         tempfile.tempdir = str(bench.temporary)
@@ -330,7 +337,7 @@ def main() -> int:
     parser.add_argument("--docker", type=int, default=300)
     parser.add_argument("--each", type=int, default=20, help="least number of each fault")
     parser.add_argument(
-        "--crashes", type=float, default=0.4, help="share of restarts that begin by SIGKILL"
+        "--crashes", type=float, default=0.25, help="share of restarts that begin by SIGKILL"
     )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, help="also write the JSON object here")
