@@ -111,8 +111,8 @@ class BwrapProvider:
         self._native: NativePrograms = await asyncio.to_thread(build_native, self._cache_dir)
         await asyncio.to_thread(reap)
         self._cgroups, self._no_cgroups = await asyncio.to_thread(open_cgroups, self._run_id)
-        self._sandboxes.open(self._cgroups.run if self._cgroups else run_name(self._run_id))
         self._stage = _stage_directory()
+        self._sandboxes.open(self._cgroups.run if self._cgroups else run_name(self._run_id))
         return self
 
     async def __aexit__(
