@@ -14,7 +14,7 @@ TESTS ?=
 WORKERS ?= 2
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
 
-.PHONY: help setup setup-test train test lint format lane-bench verify-% lane-%
+.PHONY: help setup setup-test train test lint format lane-bench lane-leaks verify-% lane-%
 
 help:
 	@echo "make train  set up, then run the main job (CONFIG=... picks a preset, ARGS=... adds flags)"
@@ -23,6 +23,7 @@ help:
 	@echo "make lane-parity  every model family against torch and transformers, in a venv of its own"
 	@echo "make lane-templates  chat-template prompts against another renderer, in a venv of its own"
 	@echo "make lane-agents  real scaffolds on a real SWE-bench row, through gateway and engine"
+	@echo "make lane-leaks   1,000 episodes with faults injected: nothing may be left on the host"
 	@echo "make lint   format check, lint, types, import rules"
 	@echo "make verify-01-main-job  measure what the main job promises; writes docs/verify/"
 	@echo "make verify-02-learner   measure what the learner promises: exactness, plans, speed, refusals"
@@ -64,6 +65,10 @@ lane-bench: setup
 	bench --peer=torch --dtype=bfloat16; \
 	bench --peer=tunix --dtype=bfloat16; \
 	exit $$status
+
+# 700 episodes on bwrap and 300 on docker; one JSON line, and a failure if anything is left.
+lane-leaks: setup-test
+	$(PY) benchmarks/sandbox_leaks.py
 
 # Tests against packages that .venv has not (tests/lanes), each in an environment of its own.
 lane-%:

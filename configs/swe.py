@@ -150,9 +150,11 @@ def _tiny_episodes(c: ConfigDict) -> None:
     c.rollout.live_sandboxes = 16
     c.rollout.init_concurrency = 2
     c.rollout.grade_concurrency = 4
+    c.rollout.create_timeout_s = 30.0
     c.rollout.init_timeout_s = 60.0
     c.rollout.run_timeout_s = 120.0
     c.rollout.grade_timeout_s = 150.0  # a lost grading sandbox is tried once more: 2 x 60 s
+    c.rollout.destroy_timeout_s = 60.0
     c.rollout.breaker = 10
     c.rollout.replay_routing = False  # dense
 
@@ -276,6 +278,7 @@ def _qwen3_8b() -> ConfigDict:
     c.rollout.update(max_prompt_tokens=31_232, max_new_tokens=1536, max_episode_tokens=32_768)
     c.rollout.update(init_concurrency=16, grade_concurrency=32)
     c.rollout.update(init_timeout_s=3600.0, run_timeout_s=5400.0, grade_timeout_s=1200.0)
+    c.rollout.update(create_timeout_s=300.0, destroy_timeout_s=120.0)
     c.agent.update(prompt_style="full", observation_tokens=8192)
     c.engine.update(slots=256, max_context=32_768, prefill_chunk=64, request_timeout_s=1800.0)
     c.engine.update(start_timeout_s=1800.0, servers=("http://127.0.0.1:30000",))

@@ -21,7 +21,7 @@ from absl import flags
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from launchers.common import define_config_flag, read_config, run_main
+from launchers.common import define_config_flag, read_config, run_async, run_main
 from skyrl_jax.core.config import RunConfig, SandboxConfig
 from skyrl_jax.core.errors import ConfigError
 from skyrl_jax.sandbox.bwrap import prepare_layer
@@ -49,7 +49,7 @@ def main(argv: list[str]) -> int:
     config = read_config(_CONFIG)
     if not _TASKS.value:
         raise ConfigError("--tasks is missing; name a file of SWE-bench rows")
-    result = asyncio.run(_evaluate(config, Path(_TASKS.value), _AGENT.value, tuple(_IDS.value)))
+    result = run_async(_evaluate(config, Path(_TASKS.value), _AGENT.value, tuple(_IDS.value)))
     for row in result["rows"]:
         print(_line(row), flush=True)
     print(json.dumps(result), flush=True)

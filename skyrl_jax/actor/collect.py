@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from skyrl_jax.actor.board import Board, make_gates
+from skyrl_jax.actor.budgets import BudgetedProvider
 from skyrl_jax.actor.episodes import GRACE_S, ActorContext, Outcome, run_episode
 from skyrl_jax.core.config import RolloutConfig
 from skyrl_jax.core.errors import BreakerOpen, HostError
@@ -95,7 +96,7 @@ async def collect(
         raise ValueError("a task occurs twice in one collection; its samples would be equal")
     context = ActorContext(
         suite=suite,
-        provider=provider,
+        provider=BudgetedProvider(provider, rollout.create_timeout_s),
         generator=generator,
         agent=agent,
         rollout=rollout,
@@ -155,7 +156,7 @@ def _longest(rollout: RolloutConfig, total: int) -> float:
     stages = rollout.init_timeout_s + rollout.run_timeout_s + rollout.grade_timeout_s
     narrowest = min(rollout.live_sandboxes, rollout.init_concurrency, rollout.grade_concurrency)
     waves = math.ceil(total / max(1, narrowest))
-    return max(1, waves) * 2 * (stages + 3 * GRACE_S)
+    return max(1, waves) * 2 * (stages + 2 * GRACE_S + rollout.destroy_timeout_s)
 
 
 @dataclass(slots=True, kw_only=True)

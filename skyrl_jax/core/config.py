@@ -131,9 +131,12 @@ class RolloutConfig:
     live_sandboxes: int  # one semaphore
     init_concurrency: int
     grade_concurrency: int
-    init_timeout_s: float
-    run_timeout_s: float
+    # Budgets of one episode, each with its own end (actor/blame.py says whose fault it is).
+    create_timeout_s: float  # one sandbox, each time one is made
+    init_timeout_s: float  # the set-up: creation, waiting for room and what the world needs
+    run_timeout_s: float  # the agent
     grade_timeout_s: float
+    destroy_timeout_s: float  # closing the world
     breaker: int  # host failures in a row that stop the run
     # The learner sends each token through the experts that the engine sent it through (the server
     # must tell them). Only code may leave this out, as in ModelConfig.

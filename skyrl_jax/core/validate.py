@@ -71,9 +71,11 @@ RANGES: dict[str, tuple[float, float]] = {
     "rollout.live_sandboxes": (1, _MOST),
     "rollout.init_concurrency": (1, _MOST),
     "rollout.grade_concurrency": (1, _MOST),
+    "rollout.create_timeout_s": (1, _INF),
     "rollout.init_timeout_s": (1, _INF),
     "rollout.run_timeout_s": (1, _INF),
     "rollout.grade_timeout_s": (1, _INF),
+    "rollout.destroy_timeout_s": (1, _INF),
     "rollout.breaker": (1, _MOST),
     "agent.observation_tokens": (1, _MOST),
     "engine.slots": (1, _MOST),
@@ -150,6 +152,7 @@ def validate_config(config: RunConfig) -> RunConfig:
     _check_lengths(config)
     _check_mesh(config)
     _check_counts(config)
+    _check_budgets(config)
     _check_reasons(config)
     _check_agent(config)
     _check_objective(config)
@@ -302,6 +305,17 @@ def _check_agent(config: RunConfig) -> None:
             f"agent.kind = {config.agent.kind!r} needs a second uid for the agent's program, and "
             "sandbox.backend = 'process' has none: use bwrap (as root) or docker"
         )
+
+
+def _check_budgets(config: RunConfig) -> None:
+    r = config.rollout
+    for key, value in (("init", r.init_timeout_s), ("grade", r.grade_timeout_s)):
+        if r.create_timeout_s >= value:
+            raise ConfigError(
+                f"rollout.create_timeout_s = {r.create_timeout_s:g} must be below "
+                f"rollout.{key}_timeout_s = {value:g}, which holds the making of a sandbox: or a "
+                "slow host would pass for a slow submission"
+            )
 
 
 def _check_counts(config: RunConfig) -> None:

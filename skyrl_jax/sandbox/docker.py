@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import os
 import socket
 import tarfile
@@ -27,16 +28,26 @@ from typing import Any, Self, TypeVar
 
 from skyrl_jax.core.errors import HostError, ImageError, InfraError, SandboxGone, SandboxTimeout
 from skyrl_jax.core.protocols import SHARED, ExecResult, SandboxSpec
-from skyrl_jax.sandbox.cgroup import OomCounter, owner_alive, run_name
+from skyrl_jax.sandbox.cgroup import OomCounter, run_name
 from skyrl_jax.sandbox.channel import BASE_ENV, SupervisorChannel
 from skyrl_jax.sandbox.docker_stream import AttachedStream
 from skyrl_jax.sandbox.native_build import NativePrograms, build_native
+from skyrl_jax.sandbox.orphans import end_orphan
+from skyrl_jax.sandbox.reaper import (
+    LABEL_HOST,
+    LABEL_RUN,
+    LABEL_UID,
+    boot_id,
+    docker_address,
+    is_dead,
+    reap,
+)
+from skyrl_jax.sandbox.registry import Book
 
 T = TypeVar("T")
 _CALL_TIMEOUT_S = 60.0
+_LIFE_MARGIN_S = 2.0  # a container ends itself this long after its owner should have ended it
 _ENTRYPOINT = ["/.skyrl/supervisor", "--mode", "pid1"]
-_LABEL_RUN = "skyrl.run"
-_LABEL_HOST = "skyrl.boot"
 _OOM_FILES = (
     "/sys/fs/cgroup/memory/docker/{id}/memory.oom_control",
     "/sys/fs/cgroup/memory/system.slice/docker-{id}.scope/memory.oom_control",
@@ -66,9 +77,10 @@ class DockerProvider:
         """Keep the settings; nothing is started."""
         self._run = run_name(run_id)
         self._cache_dir = cache_dir
-        self._host = host or os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
+        self._host = host or docker_address()
         self._timeout_s = call_timeout_s
-        self._sandboxes: set[DockerSandbox] = set()
+        self._sandboxes: Book[DockerSandbox] = Book("docker")
+        self.lost: list[str] = []  # containers whose removal failed
         self._ids = itertools.count()
         self._threads = ThreadPoolExecutor(max_workers=16, thread_name_prefix="docker")
         self._client: Any = None
@@ -92,6 +104,8 @@ class DockerProvider:
         self._native: NativePrograms = await asyncio.to_thread(build_native, self._cache_dir)
         self._client = await self.call(self._connect)
         await self.call(self._reap)
+        await asyncio.to_thread(reap)
+        self._sandboxes.open(self._run, self._host)
         return self
 
     async def __aexit__(
@@ -100,13 +114,21 @@ class DockerProvider:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Destroy every sandbox."""
-        try:
-            await asyncio.gather(*(box.destroy() for box in list(self._sandboxes)))
-        finally:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-            if self._client is not None:
-                self._client.close()
+        """Destroy every sandbox; the first failure is raised at the end."""
+        outcomes = await asyncio.gather(
+            *(box.destroy() for box in list(self._sandboxes)), return_exceptions=True
+        )
+        if self._sandboxes.left:  # the daemon may have been away for a moment
+            with contextlib.suppress(HostError):
+                await self.call(self._remove_own)
+                self._sandboxes.settle()
+        self._sandboxes.close()
+        self._threads.shutdown(wait=False, cancel_futures=True)
+        if self._client is not None:
+            self._client.close()
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
 
     async def call(
         self, function: Callable[..., T], *args: Any, late: Callable[[T], None] | None = None
@@ -177,11 +199,16 @@ class DockerProvider:
         return made
 
     def _reap(self) -> None:
-        boot = _boot_id()
-        for found in self._client.containers(all=True, filters={"label": _LABEL_RUN}):
-            labels = found["Labels"]
-            if labels.get(_LABEL_HOST) == boot and not owner_alive(labels[_LABEL_RUN]):
+        for found in self._client.containers(all=True, filters={"label": LABEL_RUN}):
+            if is_dead(found["Labels"]):
                 self.remove(found["Id"])
+
+    def _remove_own(self) -> None:
+        label = f"{LABEL_RUN}={self._run}"
+        for found in self._client.containers(all=True, filters={"label": label}):
+            self.remove(found["Id"])
+        for container in self.lost:
+            end_orphan(container)
 
     def remove(self, container: str) -> None:
         """Remove a container; one that is gone or going already is fine."""
@@ -190,7 +217,7 @@ class DockerProvider:
         try:
             self._client.remove_container(container, force=True, v=True)
         except docker.errors.NotFound:
-            return
+            end_orphan(container)
         except docker.errors.APIError as error:
             if error.status_code != 409:  # 409: auto-removal is on its way
                 raise
@@ -201,18 +228,13 @@ class DockerProvider:
 
     def prepare(self, spec: SandboxSpec) -> tuple[str, socket.socket]:
         """Create a container, put the layers in, attach; nothing runs yet."""
-        container = self._client.create_container(
-            spec.image,
-            name=f"skyrl-{self._run}-{next(self._ids)}".replace(".", "-"),
-            entrypoint=_ENTRYPOINT,
-            command=["--uid", str(spec.user), "--fsize", str(spec.disk_mb << 20)],
-            user="0:0",
-            stdin_open=True,
-            labels={_LABEL_RUN: self._run, _LABEL_HOST: _boot_id()},
-            hostname="sandbox",
-            working_dir="/",
-            host_config=self._host_config(spec),
-        )["Id"]
+        name = f"skyrl-{self._run}-{next(self._ids)}".replace(".", "-")
+        try:
+            container = self._make(name, spec)
+        except BaseException:  # the daemon may have made it, and only its answer was lost
+            with contextlib.suppress(Exception):
+                self.remove(name)
+            raise
         try:
             for layer in reversed(spec.layers):
                 self._put_layer(container, layer)
@@ -225,6 +247,23 @@ class DockerProvider:
             self.remove(container)
             raise
         return container, channel
+
+    def _make(self, name: str, spec: SandboxSpec) -> str:
+        life = ["--life", str(math.ceil(spec.lifetime_s + _LIFE_MARGIN_S))]
+        made: str = self._client.create_container(
+            spec.image,
+            name=name,
+            entrypoint=_ENTRYPOINT,
+            command=["--uid", str(spec.user), "--fsize", str(spec.disk_mb << 20), *life],
+            user="0:0",
+            stdin_open=True,
+            stop_signal="SIGKILL",  # PID 1 hears no other: a daemon that ends would wait for it
+            labels={LABEL_RUN: self._run, LABEL_HOST: boot_id(), LABEL_UID: str(os.geteuid())},
+            hostname="sandbox",
+            working_dir="/",
+            host_config=self._host_config(spec),
+        )["Id"]
+        return made
 
     def _host_config(self, spec: SandboxSpec) -> Any:
         binds = {str(self._native.supervisor): {"bind": "/.skyrl/supervisor", "mode": "ro"}}
@@ -254,6 +293,11 @@ class DockerProvider:
             spool.seek(0)
             self._client.put_archive(container, "/", spool)
 
+    def note(self, box: DockerSandbox, container: str) -> None:
+        """Keep a sandbox's container for whoever comes after this process."""
+        if box in self._sandboxes:
+            self._sandboxes.note(box, [container])
+
     def drop(self, prepared: tuple[str, socket.socket]) -> None:
         """Remove a container that was prepared too late for its sandbox."""
         prepared[1].close()
@@ -281,7 +325,7 @@ class DockerProvider:
                 "sandbox.best_effort=True",
                 cause="limits",
             )
-        box = DockerSandbox(self, spec, self._sandboxes.discard)
+        box = DockerSandbox(self, spec, self._sandboxes.forget)
         self._sandboxes.add(box)
         try:
             await box.open()
@@ -302,10 +346,6 @@ def _owned_by_agent(member: tarfile.TarInfo) -> tarfile.TarInfo:
     return member
 
 
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
 class DockerSandbox:
     """One container. Made by ``DockerProvider.create``."""
 
@@ -313,7 +353,7 @@ class DockerSandbox:
         self,
         provider: DockerProvider,
         spec: SandboxSpec,
-        forget: Callable[[DockerSandbox], None],
+        forget: Callable[[DockerSandbox, bool], None],
     ) -> None:
         """Keep the spec; ``open`` does the work."""
         self._provider = provider
@@ -331,6 +371,7 @@ class DockerSandbox:
         """Create, attach, start, and wait for the supervisor's first word."""
         provider = self._provider
         self._container, raw = await provider.call(provider.prepare, self._spec, late=provider.drop)
+        self._provider.note(self, self._container)
         raw.setblocking(False)
         self._channel = channel = SupervisorChannel()
         loop = asyncio.get_running_loop()
@@ -411,6 +452,7 @@ class DockerSandbox:
         await asyncio.shield(self._destroyed)
 
     async def _destroy(self) -> None:
+        left = True  # without a container's id, too: the call that makes one may still be under way
         try:
             if self._timer is not None:
                 self._timer.cancel()
@@ -418,6 +460,9 @@ class DockerSandbox:
                 self._channel.abort()
             if self._container:
                 await self._provider.call(self._provider.remove, self._container)
+                left = False
         finally:
+            if left and self._container:
+                self._provider.lost.append(self._container)
             self._oom.close()
-            self._forget(self)
+            self._forget(self, left)

@@ -96,6 +96,8 @@ def test_wrong_type_is_named_by_path(section, key, value):
         ),
         ("mesh", "expert", 2, "mesh.expert = 2, but family .qwen3. has no experts"),
         ("learner", "updates_per_batch", 99, "tasks_per_step"),
+        ("rollout", "create_timeout_s", 60.0, "must be below rollout.init_timeout_s = 60"),
+        ("rollout", "grade_timeout_s", 30.0, "must be below rollout.grade_timeout_s = 30"),
         ("learner", "schedule", "cosine", "learner.decay_steps = 0.*after learner.warmup_steps"),
         ("learner", "schedule", "linear", "constant, cosine"),
         ("learner", "moment_dtype", "float16", "float32, bfloat16"),

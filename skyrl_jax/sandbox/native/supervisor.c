@@ -41,7 +41,7 @@ enum { TIMED_OUT = 1, TRUNCATED = 2, CANCELLED = 4, STUCK = 8 };
 #define REQUEST_HEAD 29
 
 static int mode = MODE_PID1, channel_in, channel_out;
-static long uid = -1, limit_nproc = -1, limit_as = -1, limit_fsize = -1;
+static long uid = -1, limit_nproc = -1, limit_as = -1, limit_fsize = -1, life_s = -1;
 static sigset_t idle_mask; /* the mask during ppoll: SIGCHLD let through */
 
 struct request {
@@ -361,6 +361,12 @@ static int serve_one(const struct request *r) {
     return rc;
 }
 
+/* As PID 1 it takes everything of its namespace along. */
+static void on_life_over(int number) {
+    (void)number;
+    _exit(4);
+}
+
 static void read_options(int argc, char **argv) {
     for (int i = 1; i + 1 < argc; i += 2) {
         const char *name = argv[i], *value = argv[i + 1];
@@ -371,6 +377,7 @@ static void read_options(int argc, char **argv) {
         else if (!strcmp(name, "--nproc")) limit_nproc = atol(value);
         else if (!strcmp(name, "--as")) limit_as = atol(value);
         else if (!strcmp(name, "--fsize")) limit_fsize = atol(value);
+        else if (!strcmp(name, "--life")) life_s = atol(value);
     }
 }
 
@@ -385,6 +392,11 @@ int main(int argc, char **argv) {
     struct sigaction action = {.sa_handler = on_child};
     sigaction(SIGCHLD, &action, NULL);
     signal(SIGPIPE, SIG_IGN);
+    if (life_s > 0) {
+        struct sigaction over = {.sa_handler = on_life_over};
+        sigaction(SIGALRM, &over, NULL);
+        alarm(life_s);
+    }
     sigset_t child;
     sigemptyset(&child);
     sigaddset(&child, SIGCHLD);

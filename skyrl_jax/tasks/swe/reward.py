@@ -19,7 +19,9 @@ from skyrl_jax.tasks.swe.sealed import literal_assert, nearby, seal
 
 GRADE = ("python3", "-S", "-E", "../opt/swe/grade.py")
 MAX_LOG = 1 << 20
-CREATE_TIMEOUT_S = 30.0  # of a sandbox to grade in: the host's time, never the submission's
+# Of a sandbox to grade in: the host's time, never the submission's. In a run
+# rollout.create_timeout_s ends the wait before this does.
+CREATE_TIMEOUT_S = 300.0
 
 Operation = tuple[str, bytes]
 
