@@ -6,8 +6,10 @@ Without userns-remap container uid 0 is host uid 0: only the supervisor has it, 
 container's standard input is the channel: when the owner dies the daemon closes it, the supervisor
 ends, and the container removes itself.
 
-A create is three requests to the daemon (create, attach, start): the layers are part of an image
-that is made once (docker_layers.py), and the daemon keeps no log of the channel.
+A create is three requests to the daemon (create, attach, start). The layers are part of an image
+that is made once (docker_layers.py), the daemon keeps no log of the channel, and a sandbox without
+a network has a network namespace that the runtime makes (its own loopback): the daemon's network
+"none" does the same by starting the daemon's program once more, half of a container's start.
 
 Docker cannot limit a container's disk use on most storage drivers: ``disk_mb`` limits single files
 only, so it must be accepted with ``best_effort``; ``DockerOptions.read_only`` does limit it.
@@ -37,6 +39,8 @@ from skyrl_jax.sandbox.native_build import NativePrograms, build_native
 _ENTRYPOINT = ["/.skyrl/supervisor", "--mode", "pid1"]
 _LABEL_RUN = "skyrl.run"
 _LABEL_HOST = "skyrl.boot"
+# The daemon writes this file only for its own networks.
+_HOSTS = "127.0.0.1 localhost sandbox\n::1 localhost ip6-localhost ip6-loopback\n"
 
 
 class DockerProvider(ContainerMaker):
@@ -88,6 +92,7 @@ class DockerProvider(ContainerMaker):
             InfraError: no daemon answers; the message names the address.
         """
         self._native: NativePrograms = await asyncio.to_thread(build_native, self._cache_dir)
+        self._hosts = await asyncio.to_thread(_write_hosts, self._cache_dir)
         await self.connect()
         await self.call(self._reap)
         return self
@@ -157,6 +162,7 @@ class DockerProvider(ContainerMaker):
             labels=self._labels(),
             hostname="sandbox",
             working_dir="/",
+            network_disabled=not spec.network,
             host_config=self._host_config(spec),
         )["Id"]
         try:
@@ -172,6 +178,8 @@ class DockerProvider(ContainerMaker):
 
     def _host_config(self, spec: SandboxSpec) -> Any:
         binds = {str(self._native.supervisor): {"bind": "/.skyrl/supervisor", "mode": "ro"}}
+        if not spec.network:
+            binds[str(self._hosts)] = {"bind": "/etc/hosts", "mode": "ro"}
         if spec.shared:
             binds[os.path.abspath(spec.shared)] = {"bind": SHARED, "mode": "ro"}
         return self._client.create_host_config(
@@ -258,6 +266,18 @@ def _tmpfs(spec: SandboxSpec) -> dict[str, str]:
         spec.workdir: f"rw,exec,nosuid,nodev,size={half}m,uid=1,gid=1,mode=0755",
         "/tmp": f"rw,exec,nosuid,nodev,size={half}m,mode=1777",
     }
+
+
+def _write_hosts(cache_dir: Path) -> Path:
+    """Return the file that every sandbox without a network sees as /etc/hosts."""
+    path = (cache_dir / "docker" / "hosts").resolve()
+    if not path.exists() or path.read_text() != _HOSTS:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f"hosts.{os.getpid()}")
+        draft.write_text(_HOSTS)
+        draft.chmod(0o644)
+        draft.replace(path)
+    return path
 
 
 def _boot_id() -> str:

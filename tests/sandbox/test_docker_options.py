@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,31 @@ def test_the_runtime_is_the_containers(docker: Backend, daemon: str) -> None:
             assert found["HostConfig"]["Runtime"] == "runc"
             assert found["HostConfig"]["LogConfig"]["Type"] == "none"
             await box.destroy()
+
+    asyncio.run(run())
+
+
+def test_a_sandbox_without_a_network_has_its_own_loopback_and_nothing_else(
+    docker: Backend, daemon: str
+) -> None:
+    connect = (
+        "import socket; s = socket.create_server(('localhost', 8123)); "
+        "socket.create_connection(('localhost', 8123)); print('reached')"
+    )
+
+    async def run() -> None:
+        async with docker.make() as provider:
+            one, two = [await provider.create(docker.spec()) for _ in range(2)]
+            devices = await one.exec("tail -n +3 /proc/net/dev | cut -d: -f1; hostname")
+            assert devices.output.split() == ["lo", "sandbox"]
+            # the same port at the same time: each has a loopback of its own
+            both = await asyncio.gather(
+                *(box.exec(["python3", "-c", connect]) for box in (one, two))
+            )
+            assert [done.output for done in both] == ["reached\n"] * 2, both
+            spaces = [(await box.exec("readlink /proc/self/ns/net")).output for box in (one, two)]
+            assert len({*spaces, os.readlink("/proc/self/ns/net") + "\n"}) == 3
+            await asyncio.gather(one.destroy(), two.destroy())
 
     asyncio.run(run())
 
