@@ -178,7 +178,7 @@ def _tiny_episodes(c: ConfigDict) -> None:
     c.sandbox.command_timeout_s = 10.0
     c.sandbox.lifetime_s = 600.0
     c.sandbox.best_effort = True
-    c.sandbox.warm = 0  # sandboxes kept ready for the next episodes: 8 of bwrap need no wait
+    c.sandbox.warm = 0  # kept ready for the next episodes; bwrap starts in milliseconds
     c.sandbox.warm_creates = 2
     c.sandbox.docker_runtime = ""  # "" = the daemon's default; "runsc" = gVisor, where it is known
     c.sandbox.docker_read_only = False
