@@ -180,6 +180,12 @@ def _tiny_episodes(c: ConfigDict) -> None:
     c.sandbox.command_timeout_s = 10.0
     c.sandbox.lifetime_s = 600.0
     c.sandbox.best_effort = True
+    c.sandbox.warm = 0  # kept ready for the next episodes; bwrap starts in milliseconds
+    c.sandbox.warm_creates = 2
+    c.sandbox.docker_runtime = ""  # "" = the daemon's default; "runsc" = gVisor, where it is known
+    c.sandbox.docker_read_only = False
+    c.sandbox.docker_connections = 16
+    c.sandbox.docker_timeout_s = 60.0
 
 
 def _tiny_run(c: ConfigDict) -> None:
@@ -285,6 +291,7 @@ def _qwen3_8b() -> ConfigDict:
     c.sandbox.update(backend="docker", cpus=1.0, memory_mb=4096, pids=512, disk_mb=8192)
     # best_effort: docker cannot limit a container's disk on most storage drivers (it warns)
     c.sandbox.update(command_timeout_s=300.0, lifetime_s=10_800.0, best_effort=True)
+    c.sandbox.update(warm=16, warm_creates=4, docker_connections=64)
     c.tasks.update(source="swe_gym.parquet", train=293, heldout=23, unseen=0)
     c.sft.update(max_steps=0)
     c.eval.update(episodes=23, unseen_episodes=0)

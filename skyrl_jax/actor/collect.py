@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from skyrl_jax.actor.board import Board, make_gates
 from skyrl_jax.actor.budgets import BudgetedProvider
 from skyrl_jax.actor.episodes import GRACE_S, ActorContext, Outcome, run_episode
+from skyrl_jax.actor.foresight import Foresight
 from skyrl_jax.core.config import RolloutConfig
 from skyrl_jax.core.errors import BreakerOpen, HostError
 from skyrl_jax.core.protocols import Agent, Generator, SandboxProvider, TaskSuite
@@ -86,7 +87,8 @@ async def collect(
     """Run ``samples`` episodes of each task and return their groups in task order.
 
     No task may occur twice (an episode's seed is its task, sample, turn and phase). A ``board``
-    from outside is filled with where each episode is.
+    from outside is filled with where each episode is. A provider that can is told which sandboxes
+    are coming (foresight.py).
 
     Raises:
         BreakerOpen: ``rollout.breaker`` host failures in a row.
@@ -105,10 +107,12 @@ async def collect(
     )
     tally = _Tally(total=len(tasks) * samples, breaker=rollout.breaker, on_progress=on_progress)
     slots: list[list[Outcome | None]] = [[None] * samples for _ in tasks]
+    foresight = Foresight(suite, provider, samples)
 
     async def one(row: int, column: int) -> None:
         outcome = await run_episode(context, tasks[row], column)
         slots[row][column] = outcome
+        foresight.end_episode(tasks[row])
         tally.add(outcome, context.board)
 
     longest = _longest(rollout, tally.total)
@@ -119,6 +123,7 @@ async def collect(
     limit = asyncio.timeout(longest)
     try:
         async with limit, asyncio.TaskGroup() as group:
+            group.create_task(foresight.announce(tasks))
             for row in range(len(tasks)):
                 for column in range(samples):
                     group.create_task(one(row, column))
@@ -130,6 +135,7 @@ async def collect(
         ) from None
     finally:
         alarm.cancel()
+        foresight.end()
     return _collected(tasks, slots, tally)
 
 

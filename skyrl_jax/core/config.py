@@ -179,6 +179,12 @@ class SandboxConfig:
     command_timeout_s: float
     lifetime_s: float
     best_effort: bool
+    warm: int  # sandboxes kept ready beside rollout.live_sandboxes; 0 = off
+    warm_creates: int  # of them made at a time
+    docker_runtime: str  # "" = the daemon's default; "runsc", ...
+    docker_read_only: bool  # tmpfs of disk_mb for the working directory and /tmp
+    docker_connections: int  # to the daemon, at a time
+    docker_timeout_s: float  # of one call to the daemon
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

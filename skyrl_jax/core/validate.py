@@ -91,6 +91,10 @@ RANGES: dict[str, tuple[float, float]] = {
     "sandbox.disk_mb": (1, _MOST),
     "sandbox.command_timeout_s": (0.1, _INF),
     "sandbox.lifetime_s": (1, _INF),
+    "sandbox.warm": (0, 4096),
+    "sandbox.warm_creates": (1, 256),
+    "sandbox.docker_connections": (1, 1024),
+    "sandbox.docker_timeout_s": (1, _INF),
     "tasks.train": (1, _MOST),
     "tasks.heldout": (0, _MOST),
     "tasks.unseen": (0, _MOST),
@@ -148,6 +152,7 @@ def validate_config(config: RunConfig) -> RunConfig:
         if value not in choices:
             raise ConfigError(f"{path} = {value!r}; known: {', '.join(choices)}")
     _check_ranges(config)
+    _check_sandbox(config)
     _check_sampling(config)
     _check_lengths(config)
     _check_mesh(config)
@@ -316,6 +321,24 @@ def _check_budgets(config: RunConfig) -> None:
                 f"rollout.{key}_timeout_s = {value:g}, which holds the making of a sandbox: or a "
                 "slow host would pass for a slow submission"
             )
+
+
+def _check_sandbox(config: RunConfig) -> None:
+    sandbox = config.sandbox
+    for key, value in (
+        ("docker_runtime", sandbox.docker_runtime),
+        ("docker_read_only", sandbox.docker_read_only),
+    ):
+        if value and sandbox.backend != "docker":
+            raise ConfigError(
+                f"sandbox.{key} = {value!r} is of docker alone; sandbox.backend is "
+                f"{sandbox.backend!r}"
+            )
+    if sandbox.docker_read_only and sandbox.memory_mb <= sandbox.disk_mb:
+        raise ConfigError(
+            f"sandbox.docker_read_only keeps the sandbox's files in its memory: memory_mb = "
+            f"{sandbox.memory_mb} must be above disk_mb = {sandbox.disk_mb}"
+        )
 
 
 def _check_counts(config: RunConfig) -> None:

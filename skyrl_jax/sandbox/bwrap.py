@@ -310,6 +310,10 @@ class BwrapSandbox:
             raise await self._end_cause() from error
         return self._oom.mark(result)
 
+    async def ping(self) -> None:
+        """Return when the supervisor has answered an empty request; ``core.protocols.Pinged``."""
+        await (await self._open_channel()).ping()
+
     async def put(self, path: str, tar: bytes) -> None:
         """Unpack a tar stream under ``path``."""
         await (await self._open_channel()).put(path, tar)

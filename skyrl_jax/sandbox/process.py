@@ -168,6 +168,10 @@ class ProcessSandbox:
             stdin=stdin,
         )
 
+    async def ping(self) -> None:
+        """Return when the supervisor has answered an empty request; ``core.protocols.Pinged``."""
+        await self._open_channel().ping()
+
     async def put(self, path: str, tar: bytes) -> None:
         """Unpack a tar stream under ``path``."""
         await self._open_channel().put(str(self._host_path(path)), tar)

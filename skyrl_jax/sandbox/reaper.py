@@ -18,7 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from skyrl_jax.core.errors import InfraError
 from skyrl_jax.sandbox.cgroup import CgroupTree, find_cgroups, owner_alive, remove_tree
+from skyrl_jax.sandbox.docker_daemon import find_daemon
 from skyrl_jax.sandbox.orphans import end_orphan
 from skyrl_jax.sandbox.registry import Run, registry_folder, runs
 
@@ -51,11 +53,6 @@ class Leftover:
 def boot_id() -> str:
     """Return the identity of this boot of the host: pids mean something within it alone."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-def docker_address() -> str:
-    """Return the address of the daemon that DOCKER_HOST names, or the usual one."""
-    return os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
 
 
 def reap(*, remove: bool = True, strays: bool = False) -> list[Leftover]:
@@ -238,7 +235,7 @@ def _strays(remove: bool) -> Iterator[Leftover]:
     for directory in _dead_cgroups(tree) if tree else ():
         yield _removed("bwrap", directory.name, directory, remove_tree, remove)
     yield from _stray_folders(remove)
-    with contextlib.suppress(Unreachable), _daemon(docker_address()) as client:
+    with contextlib.suppress(Unreachable, InfraError), _daemon(find_daemon(os.environ)) as client:
         yield from _containers(client, is_dead, remove)
 
 

@@ -1,8 +1,8 @@
 /* The sandbox's supervisor: runs one command at a time and leaves nothing of it behind.
  *
  * Requests arrive on fd 0, replies leave on fd 1 (see wire.h). Request payload:
- *   u8 kind ('E' run, 'P' put tree, 'G' get tree, 'C' cancel the running one), u32 id, and for all
- *   but 'C': u32 timeout_ms, u32 head_cap, u32 tail_cap, u32 num_args, u32 num_env, u32 stdin_len,
+ *   u8 kind ('E' run, 'P' put tree, 'G' get tree, 'C' cancel the running one, 'N' nothing: answered
+ *   at once), u32 id, and for all but 'C' and 'N': u32 timeout_ms, u32 head_cap, u32 tail_cap, u32 num_args, u32 num_env, u32 stdin_len,
  *   then NUL-ended strings cwd, args, env, then the stdin bytes.
  * Reply payload: 'R', u32 id, i32 code, u32 flags, u64 microseconds, u64 total output bytes,
  *   u32 head length, u32 tail length, head, tail. The first frame sent is 'H'.
@@ -69,7 +69,7 @@ static int parse(struct request *r, uint32_t length) {
     memset(&r->id, 0, sizeof r->id);
     r->kind = r->frame[0];
     memcpy(&r->id, r->frame + 1, 4);
-    if (r->kind == 'C') return 0;
+    if (r->kind == 'C' || r->kind == 'N') return 0;
     if (length < REQUEST_HEAD) return -1;
     memcpy(&r->timeout_ms, r->frame + 5, 24);
     char *at = r->frame + REQUEST_HEAD, *end = r->frame + length;
@@ -339,6 +339,7 @@ static int open_pipes(const struct request *r, int in[2], int out[2]) {
 
 static int serve_one(const struct request *r) {
     int in[2], out[2], rc;
+    if (r->kind == 'N') return reply(r, &(struct run){.ended = 1}, &(struct output){0}, 0);
     struct output o = {malloc(r->head_cap + 1), malloc(r->tail_cap + 1), r->head_cap,
                        r->tail_cap, 0, 0};
     if (!o.head || !o.tail || open_pipes(r, in, out)) return -1;

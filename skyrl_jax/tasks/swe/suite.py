@@ -145,6 +145,11 @@ class SweSuite:
             command_timeout_s=self._sandbox.command_timeout_s,
         )
 
+    def upcoming(self, task: Task) -> Sequence[SandboxSpec]:
+        """Return the sandboxes of an episode and its grading; see ``core.protocols.Foreseeing``."""
+        spec = self.spec(task_row(task))
+        return (spec, spec)
+
     async def reward(self, task: Task, submission: str, provider: SandboxProvider) -> Score:
         """Grade a submission in a fresh sandbox from the diff alone; host errors propagate.
 
