@@ -206,7 +206,8 @@ def test_a_forgotten_container_is_ended_with_its_shim(tmp_path: Path) -> None:
     try:
         assert not end_orphan(number[:12])
         assert end_orphan(number)
-        assert held.wait(timeout=10) == -signal.SIGKILL and innocent.poll() is None
+        held.wait(timeout=10)  # killed, or it saw the end of its child first
+        assert innocent.poll() is None
         assert not end_orphan(number)
     finally:
         for process in (held, innocent):
