@@ -300,31 +300,43 @@ def test_row_14_zombies_pile_up(isolated: Backend) -> None:
     in_box(isolated, work, pids=40)
 
 
+@pytest.mark.parametrize("first", [False, True])
 @pytest.mark.parametrize("manner", ["mute", "cut", "slow"])
 def test_row_15_the_server_is_lost_while_it_makes_a_sandbox(
-    docker: Backend, daemon: str, tmp_path: Path, manner: str
+    docker: Backend, daemon: str, tmp_path: Path, manner: str, first: bool
 ) -> None:
-    """The daemon made the container and its answer is lost: it is found by its name and removed."""
+    """The daemon made the container and its answer is lost: it is found by its name and removed.
+
+    ``first``: the container is that in which the image with the task's layers is made.
+    """
+    layer = tmp_path / "mine"
+    (layer / "testbed").mkdir(parents=True)
+    (layer / "testbed" / "new").write_text(f"{manner} {first} {time.time()}")
+    spec = docker.spec(layers=(str(layer),))
 
     async def run() -> None:
         proxy = DaemonProxy(daemon.removeprefix("unix://"))
         host = f"unix://{tmp_path}/d.sock"
         provider = DockerProvider(run_id="row15", cache_dir=CACHE, host=host, call_timeout_s=4.0)
         async with proxy.serve(f"{tmp_path}/d.sock"), provider:
+            if not first:
+                await provider.layered(spec)
+                proxy.requests.clear()
             proxy.mode, proxy.match = manner, "/containers/create"
             began = time.monotonic()
             if manner == "slow":
-                box = await provider.create(docker.spec())
+                box = await provider.create(spec)
                 assert (await box.exec("echo here")).output == "here\n"
                 await box.destroy()
             else:
                 with pytest.raises(InfraError, match="docker at"):
-                    await provider.create(docker.spec())
+                    await provider.create(spec)
             assert time.monotonic() - began < 10
             while labelled(daemon, provider._run):
                 assert time.monotonic() - began < 15
                 await asyncio.sleep(0.1)
-            assert len([line for line in proxy.requests if proxy.match in line]) == 1
+            made = len([line for line in proxy.requests if proxy.match in line])
+            assert made == (2 if first and manner == "slow" else 1)
 
     asyncio.run(run())
 

@@ -157,23 +157,28 @@ class DockerProvider(ContainerMaker):
         return await asyncio.shield(made)
 
     def _make_layered(self, spec: SandboxSpec, seeded: str) -> str:
-        client = self.new_client(LAYERS_TIMEOUT_S)
-        with contextlib.closing(client):
+        patient = self.new_client(LAYERS_TIMEOUT_S)
+        with contextlib.closing(patient):
             return layers_image(
-                client,
+                self._client,
+                patient,
                 spec.image,
                 spec.layers,
                 seeded=seeded,
+                name=self._name(),
                 labels=self._labels(),
                 remove=self.remove,
             )
+
+    def _name(self) -> str:
+        return f"skyrl-{self._run}-{next(self._ids)}".replace(".", "-")
 
     def _labels(self) -> dict[str, str]:
         return {LABEL_RUN: self._run, LABEL_HOST: boot_id(), LABEL_UID: str(os.geteuid())}
 
     def prepare(self, spec: SandboxSpec) -> tuple[str, socket.socket]:
         """Create a container of an image that has the layers, attach; nothing runs yet."""
-        name = f"skyrl-{self._run}-{next(self._ids)}".replace(".", "-")
+        name = self._name()
         try:
             container = self._make(name, spec)
         except BaseException:  # the daemon may have made it, and only its answer was lost

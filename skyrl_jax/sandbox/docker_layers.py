@@ -25,21 +25,23 @@ LAYERS_TIMEOUT_S = 1800.0  # of making an image: a large layer takes a while
 
 def layers_image(
     client: Any,
+    patient: Any,
     image: str,
     layers: Sequence[str],
     *,
     seeded: str,
+    name: str,
     labels: Mapping[str, str],
     remove: Callable[[str], None],
 ) -> str:
     """Return the tag of ``image`` with ``layers`` over it (the first on top), made where missing.
 
     Args:
-        client: the daemon's API client, with a time-out that suits uploads.
+        client: the daemon's API client. ``patient``: another, with a time-out that suits uploads.
         image: what lies below.
         layers: host directories.
         seeded: this directory's content is put under ``SEED`` instead ("" = none is).
-        labels: of the container that is made for it, so that a reaper knows it.
+        name: of the container that is made for it. ``labels``: so that a reaper knows it.
         remove: removes that container.
 
     Raises:
@@ -51,17 +53,20 @@ def layers_image(
     tag = _digest(client.inspect_image(image)["Id"], layers, seeded)
     if client.images(name=f"{REPOSITORY}:{tag}", quiet=True):
         return f"{REPOSITORY}:{tag}"
-    container = client.create_container(
-        image, entrypoint=["/none"], command=[], labels=dict(labels)
-    )["Id"]
-    try:
+    try:  # by its name from the first request on: the answer to that may be lost
+        client.create_container(
+            image, name=name, entrypoint=["/none"], command=[], labels=dict(labels)
+        )
         if seeded:
-            _refuse_hidden(client, container, image, seeded)
+            _refuse_hidden(patient, name, image, seeded)
         for layer in reversed(layers):
-            put_layer(client, container, layer, seeded)
-        client.commit(container, repository=REPOSITORY, tag=tag)
-    finally:
-        remove(container)
+            put_layer(patient, name, layer, seeded)
+        patient.commit(name, repository=REPOSITORY, tag=tag)
+    except BaseException:
+        with contextlib.suppress(Exception):
+            remove(name)
+        raise
+    remove(name)
     _evict(client)
     return f"{REPOSITORY}:{tag}"
 
