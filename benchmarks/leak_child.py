@@ -24,11 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from configs.swe import get_config
 from skyrl_jax.actor.collect import collect
 from skyrl_jax.agents.loop import make_codeact
 from skyrl_jax.agents.parsing import parse_assistant
 from skyrl_jax.agents.scripted import ScriptedAgent, ScriptedGenerator
-from skyrl_jax.core.config import AgentConfig, RolloutConfig, SandboxConfig
+from skyrl_jax.core.config import AgentConfig, RolloutConfig, parse_config
 from skyrl_jax.core.protocols import Environment, SandboxProvider, SandboxSpec, StepResult
 from skyrl_jax.core.types import Message, Score, Task, ToolCall
 from skyrl_jax.generation.renderer import ChatMLRenderer
@@ -174,9 +175,10 @@ class FaultyWorld:
 def make_world(plan: dict[str, Any], log: Log) -> tuple[FaultySuite, ScriptedAgent, RolloutConfig]:
     """Return the suite, the script and the budgets."""
     agent = AgentConfig(kind="codeact", prompt_style="compact", observation_tokens=64)
-    sandbox = SandboxConfig(
-        backend=plan["backend"], image="", cpus=1.0, memory_mb=256, pids=64, disk_mb=64,
-        command_timeout_s=20.0, lifetime_s=300.0, best_effort=True,
+    quick = parse_config(get_config("quickstart").to_dict()).sandbox
+    sandbox = replace(
+        quick, backend=plan["backend"], image="", cpus=1.0, memory_mb=256, pids=64, disk_mb=64,
+        command_timeout_s=20.0, lifetime_s=300.0, best_effort=True, warm=0,
     )  # fmt: skip
     rollout = RolloutConfig(
         tasks_per_step=4, samples_per_task=2, revisit_fraction=0.0, temperature=1.0, top_p=1.0,

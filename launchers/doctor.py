@@ -71,8 +71,8 @@ def template(argv: list[str]) -> int:
         elif verdict.value not in ("ok", "same"):
             for piece in difference(verdict.one, verdict.other):
                 print(f"{'':<26}... {piece} ...")
-    if folder is not None:
-        print(_tell_renderer(folder, variables))
+    told = "" if folder is None else _tell_renderer(folder, variables)
+    print(told or "whether it can be trained on depends on its tokens too: name --tokenizer=DIR")
     return 0
 
 

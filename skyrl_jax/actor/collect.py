@@ -17,10 +17,11 @@ from skyrl_jax.actor.board import Board, make_gates
 from skyrl_jax.actor.budgets import BudgetedProvider
 from skyrl_jax.actor.episodes import GRACE_S, ActorContext, Outcome, run_episode
 from skyrl_jax.actor.foresight import Foresight
+from skyrl_jax.batching.sequences import AGENT
 from skyrl_jax.core.config import RolloutConfig
-from skyrl_jax.core.errors import BreakerOpen, HostError
+from skyrl_jax.core.errors import BreakerOpen, ConfigError, HostError
 from skyrl_jax.core.protocols import Agent, Generator, SandboxProvider, TaskSuite
-from skyrl_jax.core.types import Status, Task, TrajectoryGroup
+from skyrl_jax.core.types import Episode, Status, Task, TrajectoryGroup
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,9 +60,18 @@ def healthy(collected: Collected) -> Collected:
     Raises:
         HostError: more than half of its episodes FAILED: what is left measures the host side, not
             the policy. The causes and the first reports are in the text.
+        ConfigError: more than half had no room for an answer: their rewards measure the limit.
     """
     total = sum(len(group.trajectories) for group in collected.groups)
     failed = sum(collected.failures.values())
+    episodes = (item.episode for group in collected.groups for item in group.trajectories)
+    mute = [one.task_id for one in episodes if one.reason == "context" and not _answers(one)]
+    if 2 * len(mute) > total:
+        raise ConfigError(
+            f"{len(mute)} of {total} episodes ended before their first answer, e.g. {mute[0]}: the "
+            "first prompt does not fit. Raise rollout.max_prompt_tokens and "
+            "rollout.max_episode_tokens, or set agent.prompt_style=compact"
+        )
     if 2 * failed > total:
         counts = ", ".join(f"{name} {count}" for name, count in collected.failures.items())
         raise HostError(
@@ -70,6 +80,10 @@ def healthy(collected: Collected) -> Collected:
             cause="failures",
         )
     return collected
+
+
+def _answers(episode: Episode) -> int:
+    return sum(turn.kind == AGENT for turn in episode.turns)
 
 
 async def collect(

@@ -174,6 +174,8 @@ class ExternalAgent:
             reason=reason,
             submission=await environment.submission(),
             temperature=self.sampling.temperature,
+            counts=recorded.counts,
+            asked=recorded.asked,
         )
 
     async def _play(self, session: Session, environment: Shell, folder: Path) -> ExecResult:
@@ -236,11 +238,14 @@ class ExternalAgent:
         """Say how the episode ended.
 
         Raises:
-            InfraError: the program never spoke to the gateway: it is broken, not the model.
+            InfraError: the model was never asked: the program or its set-up is broken.
         """
-        if not (calls or ended.timed_out or recorded.limit):
+        if not (calls or recorded.limit):
+            how = f"ended with code {ended.returncode}"
+            if ended.timed_out:
+                how = f"was ended after {self.time_limit_s:g} s (rollout.run_timeout_s)"
             raise InfraError(
-                f"{self.program.name} ended with code {ended.returncode} before its first call: "
+                f"{self.program.name} {how} before its first call: "
                 f"{ended.output.strip()[-_SHOWN:]}",
                 cause="program",
             )

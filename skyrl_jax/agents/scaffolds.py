@@ -8,10 +8,9 @@ from typing import Any
 from skyrl_jax.agents.external import GUEST, Program
 from skyrl_jax.agents.install import LAYER_ENV, PYTHON, find_python, packages_layer
 from skyrl_jax.agents.scripted import SHELL_SYSTEM
-from skyrl_jax.core.config import AgentConfig
+from skyrl_jax.core.config import OWN_LOOP, AgentConfig
 from skyrl_jax.core.errors import ConfigError
 
-EXTERNAL = ("mini_swe_agent", "openhands")
 MINI_SWE_AGENT = ("mini-swe-agent==2.4.6",)
 OPENHANDS = ("openhands-sdk==1.58.2",)  # needs Python 3.12
 _CHARS_PER_TOKEN = 4  # mini-swe-agent cuts observations by characters
@@ -45,7 +44,10 @@ def scaffold(agent: AgentConfig, cache: Path, *, command_timeout_s: float, cwd: 
         return mini_swe_agent(agent, layer, command_timeout_s=command_timeout_s, cwd=cwd)
     if agent.kind == "openhands":
         return openhands(agent, openhands_layer(cache), cwd=cwd)
-    raise ConfigError(f"agent.kind = {agent.kind!r}: not one of {', '.join(EXTERNAL)}")
+    raise ConfigError(
+        f"agent.kind = {agent.kind!r}: neither {OWN_LOOP!r}, our own loop, nor a scaffold that "
+        "skyrl_jax/agents/scaffolds.py:scaffold makes (mini_swe_agent, openhands)"
+    )
 
 
 def mini_swe_agent(

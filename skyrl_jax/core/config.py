@@ -143,11 +143,14 @@ class RolloutConfig:
     replay_routing: bool = False
 
 
+OWN_LOOP = "codeact"  # agent.kind of agents/loop.py; any other names a foreign scaffold
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentConfig:
     """The scaffold."""
 
-    kind: str  # "codeact" (our own loop) | "mini_swe_agent" | "openhands" (agents/scaffolds.py)
+    kind: str  # OWN_LOOP | "mini_swe_agent" | "openhands" (agents/scaffolds.py)
     prompt_style: str  # "compact" (tiny policies) | "full"
     observation_tokens: int  # cut of one observation
 

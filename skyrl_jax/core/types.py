@@ -203,6 +203,8 @@ class Episode:
 
     ``reason``: "submit" when FINISHED; "turns", "context", "time", "loop" or "agent:<cause>" when
     TRUNCATED; "infra:<cause>" when FAILED. ``submission`` is the diff (``None``: none was made).
+    ``counts`` is what happened how often at a gateway; ``asked`` are the sampling parameters that a
+    foreign agent wanted and did not get (docs/gateway.md).
     Example: ``Episode(task_id="t", sample_index=0, messages=(), turns=(), status=Status.FINISHED,
     reason="submit", submission="diff --git ...", temperature=1.0)``.
     """
@@ -216,6 +218,8 @@ class Episode:
     submission: str | None
     temperature: float
     timings: Mapping[str, float] = field(default_factory=dict)
+    counts: Mapping[str, int] = field(default_factory=dict)
+    asked: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

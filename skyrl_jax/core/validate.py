@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from skyrl_jax.core.config import RunConfig, flatten_config
+from skyrl_jax.core.config import OWN_LOOP, RunConfig, flatten_config
 from skyrl_jax.core.errors import ConfigError
 
 _INF = float("inf")
@@ -134,7 +134,7 @@ _CHOICES = {
     "learner.schedule": ("constant", "cosine"),
     "learner.reference_dtype": ("float32", "bfloat16"),
     "sandbox.backend": ("bwrap", "docker", "process"),
-    "agent.kind": ("codeact", "mini_swe_agent", "openhands"),
+    "agent.kind": (OWN_LOOP, "mini_swe_agent", "openhands"),
     "agent.prompt_style": ("compact", "full"),
     "model.family": ("llama", "qwen2", "qwen3", "qwen3_moe"),
 }
@@ -305,7 +305,7 @@ def _check_reasons(config: RunConfig) -> None:
 
 
 def _check_agent(config: RunConfig) -> None:
-    if config.agent.kind != "codeact" and config.sandbox.backend == "process":
+    if config.agent.kind != OWN_LOOP and config.sandbox.backend == "process":
         raise ConfigError(
             f"agent.kind = {config.agent.kind!r} needs a second uid for the agent's program, and "
             "sandbox.backend = 'process' has none: use bwrap (as root) or docker"

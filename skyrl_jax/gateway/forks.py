@@ -6,7 +6,8 @@ system      another system message before the same opening
 tools       the same history with other tools (they are part of the prompt)
 reasoning   an answer of ours came back with other reasoning
 content     an answer of ours came back with other text or other calls
-compaction  something else stands where an answer of ours was
+compaction  something else stands where an answer of ours was, from which the agent had gone on
+rejected    the same of an answer from which nothing went on: the agent asks again, with a complaint
 edit        an earlier message of the client's own was changed
 new         nothing of ours is in it: a sub-agent, or a history that was summed up as a whole
 
@@ -51,17 +52,17 @@ def _change(history: tuple[Message, ...], match: Match) -> str:
     if near is None or stored is None or at >= len(history):
         return went_back
     if stored is near.answer:
-        return _answer_change(stored, history[at])
+        return _answer_change(stored, history[at], continued=bool(near.children))
     following = near.at(at + 1)
     if following is None or at + 1 >= len(history) or not likeness(following, history[at + 1]):
         return went_back
     return "system" if stored.role == "system" else "edit"
 
 
-def _answer_change(stored: Message, sent: Message) -> str:
+def _answer_change(stored: Message, sent: Message, *, continued: bool) -> str:
     """Tell apart what became of an answer of ours."""
     if sent.role != stored.role:
-        return "compaction"
+        return "compaction" if continued else "rejected"
     same_text = stored.content.strip() == sent.content.strip()
     return "reasoning" if same_text and stored.tool_calls == sent.tool_calls else "content"
 

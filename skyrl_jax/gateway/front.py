@@ -191,7 +191,11 @@ class Front:
         method, path = call.request.method, call.path
         lists_models = path == "/models" or path.startswith("/models/")
         if path not in self._posts and not lists_models:
-            raise Refused(Cause.NO_ROUTE, f"there is no {method} {call.request.path} here")
+            raise Refused(
+                Cause.NO_ROUTE,
+                f"there is no {method} {call.request.path} here; an OpenAI client's base URL ends "
+                "in /v1 (session.url), an Anthropic client's does not (session.root)",
+            )
         if method != ("GET" if lists_models else "POST"):
             raise Refused(Cause.METHOD, f"{call.request.path} takes no {method}")
         if lists_models:

@@ -124,7 +124,7 @@ class Sessions:
             return None
         if any(h in self._gone for h in hashes):
             raise Refused(Cause.CLOSED, "the session of this key is closed")
-        raise Refused(Cause.KEY, f"{shown(keys[0])} is no open session's key")
+        raise Refused(Cause.KEY, f"{shown(keys[0])} is no open session's key; send session.key")
 
 
 def check_owner(owner: Session, name: str | None) -> None:
@@ -143,7 +143,7 @@ def check_socket_key(session: Session, headers: Mapping[str, str], *, needed: bo
 
 def shown(key: str) -> str:
     """Name a key in a message without telling it."""
-    return f"{key[:4]}..." if len(key) > 12 else "a short one"
+    return f"{key[:4]}..." if len(key) > 12 else f"a key of {len(key)} characters"
 
 
 def _hash(key: str) -> bytes:

@@ -143,6 +143,7 @@ class Session:
     def _flight(self, chat: ChatRequest, repeat: Repeat, aux: bool) -> Flight:
         """Return the call that answers a request: one that there was already, or a new one."""
         self._check_open()
+        self._note_asked(chat.asked)
         if repeat.key and (found := self._by_name(repeat)) is not None:
             return self._again(found, chat, aux)
         placement = self._place(chat)
@@ -199,7 +200,6 @@ class Session:
             self._limit = refused.limit
             self._counts[f"refused_{refused.limit}"] += 1
             raise
-        self._note_asked(chat.asked)
         sampling = replace(self._parts.sampling, max_new_tokens=room, seed=self._seed(key))
         flight = Flight(self._answer(key, chat, placement, sampling, mark), mark)
         self._flights[key] = flight
@@ -253,6 +253,14 @@ class Session:
                 f"session {self.session_id}: no answer within {seconds:g} s",
                 cause="engine_timeout",
             ) from None
+        except asyncio.CancelledError as error:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            raise GenerationError(  # nobody here asked for it: the client of the engine was closed
+                f"session {self.session_id}: the generator cancelled its own call",
+                cause="engine_cancelled",
+            ) from error
 
     def _record(
         self,

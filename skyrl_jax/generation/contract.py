@@ -197,7 +197,8 @@ def _number(name: str | None, unversioned: int | None, where: str) -> int:
     if unversioned is None:
         raise GenerationError(
             f"{where} serves weight version {name!r}, which is no number: publish a version to "
-            "it, or start it with a numeric --weight-version",
+            "it, or start it with a number for one (launchers/serve.py: --weight_version=0, "
+            "SGLang: --weight-version=0)",
             cause="engine_contract",
         )
     return unversioned

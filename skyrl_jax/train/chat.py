@@ -12,8 +12,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from skyrl_jax.agents.parsing import call_problem, parse_assistant
-from skyrl_jax.agents.scaffolds import EXTERNAL
-from skyrl_jax.core.config import RunConfig
+from skyrl_jax.core.config import OWN_LOOP, RunConfig
 from skyrl_jax.core.errors import ConfigError
 from skyrl_jax.generation.renderer import (
     AnyRenderer,
@@ -45,7 +44,7 @@ def open_chat(folder: Path, tokenizer: Tokenizer, kind: str) -> AnyRenderer:
     if not has_template(folder):
         return ChatMLRenderer(tokenizer, parse_assistant)
     try:
-        if kind not in EXTERNAL:
+        if kind == OWN_LOOP:
             return open_renderer(
                 folder, call_format="openhands", expect_calls=True, check=call_problem
             )
@@ -82,7 +81,7 @@ def check_chat(config: RunConfig) -> None:
         return
     kind = config.agent.kind
     open_chat(folder, Tokenizer.load(folder / "tokenizer.json"), kind)
-    if kind in EXTERNAL and config.sft.max_steps:
+    if kind != OWN_LOOP and config.sft.max_steps:
         raise ConfigError(
             f"agent.kind = {kind!r} with the chat template of {folder}: the warm start teaches "
             "calls in our text form, not in the template's; set sft.max_steps=0"
@@ -112,6 +111,7 @@ def log_check(renderer: AnyRenderer, workdir: Path) -> str:
     record = {
         "template": "the model's own" if own else "chatml",
         "call_format": renderer.call_format if isinstance(renderer, TemplateRenderer) else "text",
+        "tool_problem": renderer.tool_problem if isinstance(renderer, TemplateRenderer) else "",
         "matrix": {column: verdict.value for column, verdict in verdicts.items()},
     }
     write_json(workdir / LOG, record)

@@ -1,7 +1,8 @@
 """Every episode on disk: WORKDIR/rollouts/step_NNNNNN.jsonl, one JSON object an episode.
 
 Fields of a line: task_id, sample_index, status, reason, score {value, verdict, breakdown} or null,
-submission, temperature, timings, messages, turns and rows.
+submission, temperature, timings, messages, turns and rows; of a foreign agent also counts (what
+happened at its gateway) and asked (the sampling parameters that it set and did not get).
     messages role, content, and, where there are any, reasoning, tool_calls and error
     turns    one a generation call: finish_reason, num_prompt, num_completion, timings (tool and
              engine seconds), and, where they say something, kind ("aux") and fork (its cause)
@@ -24,6 +25,8 @@ import numpy as np
 from skyrl_jax.batching.sequences import AGENT, make_rows
 from skyrl_jax.core.errors import DataError
 from skyrl_jax.core.types import Episode, Message, Score, Trajectory, Turn
+
+_FOREIGN = ("counts", "asked")  # what only episodes with a gateway have
 
 
 def rollout_path(workdir: Path, step: int) -> Path:
@@ -80,6 +83,7 @@ def episode_record(trajectory: Trajectory, abandoned: str = "drop") -> dict[str,
         "timings": _numbers(episode.timings),
         "messages": [_message(message) for message in episode.messages],
         "turns": [_turn(turn) for turn in episode.turns],
+        **{name: _plain(getattr(episode, name)) for name in _FOREIGN if getattr(episode, name)},
         **_rows(episode, abandoned),
     }
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 from skyrl_jax.agents.external import ExternalAgent, Program, ProgramProvider
 from skyrl_jax.agents.parsing import parse_assistant
-from skyrl_jax.agents.scaffolds import EXTERNAL, scaffold
+from skyrl_jax.agents.scaffolds import scaffold
 from skyrl_jax.agents.tools import specs_of
-from skyrl_jax.core.config import RolloutConfig, RunConfig
+from skyrl_jax.core.config import OWN_LOOP, RolloutConfig, RunConfig
 from skyrl_jax.core.protocols import Generator
 from skyrl_jax.core.types import Message, SamplingParams, ToolDef
 from skyrl_jax.gateway.app import Gateway
@@ -68,9 +68,10 @@ async def open_scaffold(
     """Install and open what ``agent.kind`` names; ``None`` where that is our own loop.
 
     Raises:
+        ConfigError: there is no scaffold of that name.
         ImageError: the scaffold's packages cannot be installed.
     """
-    if config.agent.kind not in EXTERNAL:
+    if config.agent.kind == OWN_LOOP:
         yield None
         return
     program = await asyncio.to_thread(

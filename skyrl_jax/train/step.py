@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -153,6 +154,10 @@ def episode_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     }
     for name, value in _shares([f"status/{e.status}_{e.reason}" for e, _ in scored]).items():
         metrics[name] = value
+    happened: Counter[str] = Counter()
+    for episode, _ in scored:
+        happened.update(episode.counts)
+    metrics |= {f"gateway/{name}": value / count for name, value in sorted(happened.items())}
     for name, value in _shares([f"verdict/{score.verdict}" for _, score in scored]).items():
         metrics[name] = value
     return metrics

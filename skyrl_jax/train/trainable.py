@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from skyrl_jax.core.config import RunConfig
+from skyrl_jax.core.config import OWN_LOOP, RunConfig
 from skyrl_jax.core.errors import ConfigError
 from skyrl_jax.models.families import check_config
 
@@ -22,7 +22,7 @@ def check_trainable(config: RunConfig) -> RunConfig:
         )
     agent = config.agent
     taught = agent.kind == "mini_swe_agent" and agent.prompt_style == "compact"
-    if agent.kind != "codeact" and config.sft.max_steps and not taught:
+    if agent.kind != OWN_LOOP and config.sft.max_steps and not taught:
         raise ConfigError(
             f"agent.kind = {agent.kind!r}, agent.prompt_style = {agent.prompt_style!r}: the warm "
             "start teaches 'codeact', and 'mini_swe_agent' in its compact style; or set "

@@ -18,7 +18,7 @@ from typing import Any
 from skyrl_jax.agents.loop import make_codeact
 from skyrl_jax.agents.parsing import LENGTH_CUT, NO_CALL
 from skyrl_jax.agents.scripted import words_of
-from skyrl_jax.core.config import ModelConfig, RunConfig
+from skyrl_jax.core.config import OWN_LOOP, ModelConfig, RunConfig
 from skyrl_jax.core.errors import DataError, GenerationError, HostError
 from skyrl_jax.core.protocols import Agent
 from skyrl_jax.core.types import Task
@@ -179,7 +179,7 @@ def hf_files(workdir: Path) -> dict[str, bytes]:
     return {TOKENIZER: (workdir / TOKENIZER).read_bytes(), **template_files(workdir)}
 
 
-def warm_start_corpus(tasks: Iterable[Task], kind: str = "codeact") -> Iterable[str]:
+def warm_start_corpus(tasks: Iterable[Task], kind: str = OWN_LOOP) -> Iterable[str]:
     """Yield the texts a tokenizer is trained on: prompts and the repairs, as they are written."""
     words = words_of(kind)
     for task in tasks:

@@ -14,13 +14,14 @@ from skyrl_jax.agents.scripted import SUBMIT
 from skyrl_jax.batching.ledger import Ledger
 from skyrl_jax.batching.minibatch import assemble
 from skyrl_jax.core.errors import (
+    ConfigError,
     GenerationError,
     HostError,
     InfraError,
     SandboxGone,
     SandboxTimeout,
 )
-from skyrl_jax.core.types import Message, SamplingParams, Status, TrajectoryGroup, Turn
+from skyrl_jax.core.types import Message, SamplingParams, Status, Turn
 from tests.actor.fakes import (
     RENDERER,
     RIGHT,
@@ -267,7 +268,7 @@ def test_the_driver_costs_few_cpu_milliseconds_per_episode() -> None:
 
 def test_a_collection_that_mostly_failed_is_no_result():
     def made(failed: int) -> Collected:
-        group = TrajectoryGroup(task_id="t", trajectories=(None,) * 4)  # only counted here
+        group = run(samples=4)[0].groups[0]  # only counted here
         failures = {"infra:engine": failed} if failed else {}
         return Collected(
             groups=(group,),
@@ -281,3 +282,19 @@ def test_a_collection_that_mostly_failed_is_no_result():
         assert healthy(made(failed)).failures == made(failed).failures
     with pytest.raises(HostError, match="3 of 4 episodes failed .*infra:engine 3.*why"):
         healthy(made(3))
+
+
+@pytest.mark.parametrize(("fit", "refused"), [(2, False), (1, True)])
+def test_prompts_that_do_not_fit_are_no_result(fit, refused):
+    """More than half of the episodes could not say a word: their rewards tell of the limit."""
+    spoke = run(tasks=fit, samples=2)[0].groups
+    silent = make_agent(RENDERER, max_prompt_tokens=1)
+    mute = run(tasks=3 - fit, samples=2, agent=silent)[0].groups
+    made = Collected(groups=(*spoke, *mute), sampled_tokens=0, abandoned_tokens=0)
+    reasons = [one.episode.reason for group in mute for one in group.trajectories]
+    assert reasons == ["context"] * len(reasons)
+    if refused:
+        with pytest.raises(ConfigError, match=r"4 of 6 .* rollout.max_prompt_tokens"):
+            healthy(made)
+    else:
+        assert healthy(made) is made

@@ -2,7 +2,7 @@
 
 MODE (an argument): "play" asks, runs the bash calls and shows the outputs, until a command says
 DONE; "spy" also tries to reach its own gateway from a command; "title" asks for a title first;
-"crash", "late" and "hang" do that.
+"crash", "late", "hang" and "mute" do that.
 """
 
 import json
@@ -33,7 +33,8 @@ TOOL = {
 
 
 def ask(messages, tools=(TOOL,)):
-    body = json.dumps({"model": "policy", "messages": messages, "tools": tools}).encode()
+    asked = {"model": "policy", "messages": messages, "tools": tools, "temperature": 0.25}
+    body = json.dumps(asked).encode()
     headers = {
         "Content-Type": "application/json",
         "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
@@ -81,6 +82,8 @@ def main(mode):
     job = json.loads((HERE / "task.json").read_text())
     if mode == "crash":
         sys.exit("no module named nonsense")
+    if mode == "mute":
+        time.sleep(60)
     if mode == "late":
         ask([{"role": "user", "content": job["task"]}])
         sys.exit("crashed after a call")

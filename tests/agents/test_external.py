@@ -18,10 +18,11 @@ from skyrl_jax.agents.tools import format_call
 from skyrl_jax.batching.sequences import make_rows
 from skyrl_jax.core.errors import ConfigError, GenerationError, InfraError, SandboxGone
 from skyrl_jax.core.protocols import SHARED, SandboxSpec
-from skyrl_jax.core.types import SamplingParams, Status
+from skyrl_jax.core.types import SamplingParams, Status, Trajectory
 from skyrl_jax.gateway.app import Gateway
 from skyrl_jax.gateway.budget import Budget
 from skyrl_jax.sandbox.images import base_image
+from skyrl_jax.train.rollouts import episode_record
 from skyrl_jax.train.scaffold import tools_renderer
 from tests.actor.fakes import FakeSuite, TextGenerator, make_renderer, make_rollout, make_task
 from tests.tasks.worlds import CACHE, in_bwrap, make_suite
@@ -126,6 +127,10 @@ def test_a_foreign_program_repairs_a_task(tmp_path):
     assert row.token_ids[row.mask == 1].tolist() == sampled
     assert set(row.behavior_logprobs[row.mask == 1].tolist()) == {-0.5}
     assert [m.role for m in played.messages][:3] == ["user", "assistant", "tool"]
+    assert played.counts["calls"] == played.counts["ignored_temperature"] == 4
+    assert played.asked == {"temperature": (0.25,)}
+    record = episode_record(Trajectory(episode=played, score=score))
+    assert record["asked"] == {"temperature": [0.25]}
 
 
 def test_a_command_reaches_nothing_of_the_program(tmp_path):
@@ -151,6 +156,11 @@ def test_time_is_a_budget(tmp_path):
     played, _, _ = episode(tmp_path, "hang", time_limit_s=3.0)
     assert (played.status, played.reason) == (Status.TRUNCATED, "time")
     assert len(played.turns) == 1 and played.submission == ""
+
+
+def test_time_that_ends_before_the_first_call_is_no_end_of_the_model(tmp_path):
+    with pytest.raises(InfraError, match=r"ended after 2 s .* before its first call"):
+        episode(tmp_path, "mute", time_limit_s=2.0)
 
 
 @pytest.mark.parametrize(

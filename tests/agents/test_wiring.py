@@ -63,7 +63,7 @@ def test_combinations_without_a_second_uid_or_words_are_refused():
             check_trainable(other)
     none = config(agent__kind="mini_swe_agent", agent__prompt_style="full", sft__max_steps=0)
     assert check_trainable(none) is none
-    with pytest.raises(ConfigError, match="not one of mini_swe_agent, openhands"):
+    with pytest.raises(ConfigError, match="'codeact': neither .* nor a scaffold"):
         scaffold(config().agent, None, command_timeout_s=1.0, cwd="/")
 
 

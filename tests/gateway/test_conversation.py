@@ -392,6 +392,15 @@ def test_compaction_keeps_the_opening_and_the_tail() -> None:
     assert talk.trained() == talk.names(*range(6))
 
 
+def test_an_answer_that_is_left_out_with_a_complaint_in_its_place_is_trained_once() -> None:
+    """mini-swe-agent without a valid call: the answer goes, "no tool call found" comes."""
+    talk = Talk()
+    talk.call(OPENING, "I look around")
+    talk.call([*OPENING, user("no tool call found")], "ls")
+    assert [turn.fork for turn in talk.conversation.turns()] == ["", "rejected"]
+    assert talk.trained() == talk.names(0, 1)
+
+
 def test_another_system_prompt_is_a_new_root_and_still_work() -> None:
     talk = Talk()
     history = loop(talk, OPENING, 2)

@@ -417,4 +417,5 @@ def test_long_sessions_see_every_cause() -> None:
         for _ in range(50):
             client.play(chance.choice(MOVES))
         causes += check(client)
-    assert set(causes) >= {"branch", "compaction", "content", "edit", "new", "retry", "system"}
+    wanted = {"branch", "compaction", "content", "edit", "new", "rejected", "retry", "system"}
+    assert set(causes) >= wanted

@@ -11,6 +11,9 @@ from skyrl_jax.core.types import Message
 from skyrl_jax.gateway.budget import Budget
 from skyrl_jax.gateway.front import Limits
 from tests.gateway.world import (
+    BODIES,
+    MESSAGES,
+    RESPONSES,
     SAMPLING,
     TOOL,
     Client,
@@ -18,6 +21,7 @@ from tests.gateway.world import (
     call,
     chat,
     completion,
+    error_of,
     events,
     gateway,
     run,

@@ -67,14 +67,15 @@ def test_sampling_parameters_are_the_sessions():
     async def action(session):
         await session.serve(ask("x", asked={"temperature": 0.1, "stop": ["y"]}, max_tokens=4))
         await session.serve(ask("y", asked={"temperature": 1.0}))
+        await session.serve(ask("y", asked={"temperature": 0.2}))  # a replay: no other sample
 
     _, recorded = play(action, generator)
     one, two = (sampling for _, sampling, _ in generator.calls)
     assert (one.temperature, one.stop_token_ids, one.max_new_tokens) == (1.0, (END,), 4)
     assert two.max_new_tokens == SAMPLING.max_new_tokens
     assert generator.calls[0][2] == "task/0"
-    assert recorded.asked == {"temperature": (0.1,), "stop": (["y"],)}
-    assert recorded.counts["ignored_temperature"] == 1
+    assert recorded.asked == {"temperature": (0.1, 0.2), "stop": (["y"],)}
+    assert recorded.counts["ignored_temperature"] == 2
 
 
 def test_seeds_depend_on_what_is_asked_and_not_on_the_order():
@@ -305,6 +306,24 @@ def test_a_generation_that_takes_too_long_is_a_host_fault():
     assert refused.status == 503
     assert recorded.fault.cause == "engine_timeout"
     assert generator.cancelled == 1
+
+
+class Closed:
+    """A generator whose connections were closed under a call: it cancels its own work."""
+
+    async def generate(self, prompt_ids, sampling, session):
+        raise asyncio.CancelledError
+
+
+def test_a_call_that_its_own_generator_cancels_is_a_fault_of_the_host():
+    async def action(session):
+        with pytest.raises(Refused) as caught:
+            await session.serve(ask("x"))
+        return caught.value.status
+
+    status, recorded = play(action, Closed())
+    assert status == 503
+    assert recorded.fault.cause == "engine_cancelled"
 
 
 def test_an_aborted_answer_is_a_fault_and_its_tokens_are_on_record():
