@@ -37,11 +37,13 @@ def layers_image(
     """Return the tag of ``image`` with ``layers`` over it (the first on top), made where missing.
 
     Args:
-        client: the daemon's API client. ``patient``: another, with a time-out that suits uploads.
+        client: the daemon's API client.
+        patient: another, with a time-out that suits uploads.
         image: what lies below.
         layers: host directories.
         seeded: this directory's content is put under ``SEED`` instead ("" = none is).
-        name: of the container that is made for it. ``labels``: so that a reaper knows it.
+        name: of the container that is made for it.
+        labels: of that container, so that a reaper knows it.
         remove: removes that container.
 
     Raises:
