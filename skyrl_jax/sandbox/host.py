@@ -23,7 +23,6 @@ from skyrl_jax.core.protocols import Sandbox, SandboxProvider, SandboxSpec
 from skyrl_jax.sandbox import host_wire
 from skyrl_jax.sandbox.host_layers import LayerStore
 
-GONE_S = 5.0  # a client whose connection was lost has this long to ask again
 _QUEUE_TIMEOUT_S = 30.0  # for a turn to be made
 _CREATE_TIMEOUT_S = 60.0
 _REPLY_GRACE_S = 20.0  # above the provider's own grace: this one is for a broken provider
@@ -72,6 +71,7 @@ class SandboxHost:
         creates: sandboxes being made at once; more wait.
         lease_s: an owner that says nothing for so long loses its sandboxes.
         resolve_image: turns a spec's image ("" = the host's own) into the provider's.
+        gone_s: a client whose connection was lost has this long to ask for its command again.
     """
 
     def __init__(
@@ -83,6 +83,7 @@ class SandboxHost:
         creates: int,
         lease_s: float,
         resolve_image: Callable[[str], str],
+        gone_s: float = 5.0,
     ) -> None:
         """Start with no sandbox."""
         self.layers = layers
@@ -92,6 +93,7 @@ class SandboxHost:
         self._provider = provider
         self._turn = asyncio.Semaphore(creates)
         self._resolve_image = resolve_image
+        self._gone_s = gone_s
         self._entries: dict[str, _Entry] = {}
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._owners: dict[str, float] = {}
@@ -257,7 +259,7 @@ class SandboxHost:
         finally:
             operation.waiters -= 1
             if not operation.waiters and not operation.task.done():
-                asyncio.get_running_loop().call_later(GONE_S, _abandon, operation)
+                asyncio.get_running_loop().call_later(self._gone_s, _abandon, operation)
 
     def _entry(self, key: str) -> _Entry:
         entry = self._entries.get(key)

@@ -144,11 +144,9 @@ class HostLink:
             try:
                 left = max(0.1, deadline - time.monotonic())
                 return await self._or_down(self._once(method, path, message, left))
-            except _NoAnswerError as error:
+            except _NoAnswerError:
                 if self.down or time.monotonic() + pause > give_up:
-                    raise InfraError(
-                        f"sandbox host {self.url}: {error}", cause=UNREACHABLE
-                    ) from error
+                    raise
             await asyncio.sleep(pause)
             pause = min(2 * pause, 1.0)
 
@@ -185,9 +183,11 @@ class HostLink:
             ) from error
         except aiohttp.ClientConnectorError as error:
             self._refused += 1
-            raise _NoAnswerError(f"nobody listens there ({error.os_error})") from error
+            text = f"sandbox host {self.url}: nobody listens there ({error.os_error})"
+            raise _NoAnswerError(text) from error
         except (aiohttp.ClientError, OSError) as error:
-            raise _NoAnswerError(f"the connection was lost ({error!r})") from error
+            text = f"sandbox host {self.url}: the connection was lost ({error!r})"
+            raise _NoAnswerError(text) from error
         self._refused, self._answered = 0, time.monotonic()
         return self._answer(status, body)
 
@@ -226,13 +226,11 @@ class HostLink:
             seconds = 60.0 + path.stat().st_size / _UPLOAD_RATE
             with open(path, "rb") as data:
                 await self._or_down(self._once("PUT", f"/layers/{digest}", data, seconds))
-        except _NoAnswerError as error:
-            raise InfraError(f"sandbox host {self.url}: {error}", cause=UNREACHABLE) from error
         finally:
             await asyncio.to_thread(file.__exit__, None, None, None)
 
 
-class _NoAnswerError(HostError):
+class _NoAnswerError(InfraError):
     """The connection failed before an answer: the request may be repeated."""
 
     cause = UNREACHABLE

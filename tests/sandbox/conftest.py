@@ -122,6 +122,18 @@ def isolated(request: pytest.FixtureRequest, layer: Path) -> Backend:
     return _backend(request.param, request, layer)
 
 
+@pytest.fixture(params=["bwrap", "docker", "process"])
+def local(request: pytest.FixtureRequest, layer: Path) -> Backend:
+    """The backends whose sandboxes end with this very process."""
+    return _backend(request.param, request, layer)
+
+
+@pytest.fixture(params=["bwrap", "docker"])
+def sharing(request: pytest.FixtureRequest, layer: Path) -> Backend:
+    """The backends that isolate and can share a directory of this machine."""
+    return _backend(request.param, request, layer)
+
+
 @pytest.fixture
 def bwrap(request: pytest.FixtureRequest, layer: Path) -> Backend:
     """The bwrap backend alone."""
