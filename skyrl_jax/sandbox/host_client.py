@@ -53,6 +53,7 @@ class HostLink:
         self._gone: asyncio.Future[None] | None = None  # done when the host goes down
         self._answered = 0.0
         self._refused = 0
+        self._doubt = asyncio.Event()  # a call failed: look at once whether the host lives
         self._uploads: dict[str, asyncio.Task[None]] = {}
 
     async def open(self, *, must_answer: bool = True) -> None:
@@ -94,8 +95,12 @@ class HostLink:
     async def _keep_beating(self) -> None:
         while True:
             lease_s = float(self.status.get("lease_s", 4 * _BEAT_S))
-            pause = min(_BEAT_S, lease_s / 4)
-            await asyncio.sleep(min(pause, 0.5) if self.down or self._refused else pause)
+            failing = bool(self.down or self._refused)
+            await asyncio.sleep(0.2 if failing else 0)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0.3 if failing else min(_BEAT_S, lease_s / 4)):
+                    await self._doubt.wait()
+            self._doubt.clear()
             try:
                 await self._beat(min(_DOWN_AFTER_S, lease_s / 2))
             except HostError as error:
@@ -113,6 +118,12 @@ class HostLink:
         if self.down:
             self.down = ""
             self._gone = asyncio.get_running_loop().create_future()
+
+    def give_up(self, reason: str) -> None:
+        """Stop using the host, for good."""
+        if self._beating is not None:
+            self._beating.cancel()
+        self._take_down(reason)
 
     def _take_down(self, reason: str) -> None:
         self.down = self.down or reason
@@ -183,9 +194,11 @@ class HostLink:
             ) from error
         except aiohttp.ClientConnectorError as error:
             self._refused += 1
+            self._doubt.set()
             text = f"sandbox host {self.url}: nobody listens there ({error.os_error})"
             raise _NoAnswerError(text) from error
         except (aiohttp.ClientError, OSError) as error:
+            self._doubt.set()
             text = f"sandbox host {self.url}: the connection was lost ({error!r})"
             raise _NoAnswerError(text) from error
         self._refused, self._answered = 0, time.monotonic()
