@@ -167,7 +167,7 @@ class EngineConfig:
 class SandboxConfig:
     """Where commands run."""
 
-    backend: str  # "bwrap" | "docker" | "process"
+    backend: str  # "bwrap" | "docker" | "process" | "remote"; with Ray: of the hosts
     image: str  # "" = the base image made on this machine
     cpus: float
     memory_mb: int
@@ -176,6 +176,31 @@ class SandboxConfig:
     command_timeout_s: float
     lifetime_s: float
     best_effort: bool
+    # Only code may leave out these two, as in ModelConfig.
+    hosts: tuple[str, ...] = ()  # backend "remote": URLs of launchers/sandbox_host.py
+    token_file: str = ""  # what they were started with; "" = the variable SKYRL_SANDBOX_TOKEN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorConfig:
+    """Where sandbox hosts run."""
+
+    runtime: str  # "local" (this process, or sandbox.hosts) | "ray"
+    ray_address: str  # of the cluster; "auto" = the one that this node belongs to
+    ray_hosts: int  # sandbox hosts, at most one a node; 0 = one on every node that can
+    ray_resource: str  # what a node must have one of for a host, e.g. "sandbox_host"; "" = nothing
+    host_capacity: int  # sandboxes at once on a host
+    host_lease_s: float  # an owner silent for so long loses its sandboxes
+
+
+LOCAL_ACTOR = ActorConfig(
+    runtime="local",
+    ray_address="auto",
+    ray_hosts=0,
+    ray_resource="",
+    host_capacity=64,
+    host_lease_s=60.0,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -248,6 +273,7 @@ class RunConfig:
     sft: SftConfig
     eval: EvalConfig
     train: TrainConfig
+    actor: ActorConfig = LOCAL_ACTOR  # only code may leave it out, as in ModelConfig
 
 
 def parse_config(values: Mapping[str, Any]) -> RunConfig:

@@ -89,6 +89,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "sandbox.disk_mb": (1, _MOST),
     "sandbox.command_timeout_s": (0.1, _INF),
     "sandbox.lifetime_s": (1, _INF),
+    "actor.ray_hosts": (0, _MOST),
+    "actor.host_capacity": (1, _MOST),
+    "actor.host_lease_s": (1, _INF),
     "tasks.train": (1, _MOST),
     "tasks.heldout": (0, _MOST),
     "tasks.unseen": (0, _MOST),
@@ -127,7 +130,8 @@ _CHOICES = {
     "learner.remat": ("none", "full", "attn_out", "dots"),
     "learner.schedule": ("constant", "cosine"),
     "learner.reference_dtype": ("float32", "bfloat16"),
-    "sandbox.backend": ("bwrap", "docker", "process"),
+    "sandbox.backend": ("bwrap", "docker", "process", "remote"),
+    "actor.runtime": ("local", "ray"),
     "agent.kind": ("codeact", "mini_swe_agent", "openhands"),
     "agent.prompt_style": ("compact", "full"),
     "model.family": ("llama", "qwen2", "qwen3", "qwen3_moe"),
@@ -152,6 +156,7 @@ def validate_config(config: RunConfig) -> RunConfig:
     _check_counts(config)
     _check_reasons(config)
     _check_agent(config)
+    _check_hosts(config)
     _check_objective(config)
     return config
 
@@ -297,11 +302,39 @@ def _check_reasons(config: RunConfig) -> None:
 
 
 def _check_agent(config: RunConfig) -> None:
-    if config.agent.kind != "codeact" and config.sandbox.backend == "process":
+    if config.agent.kind == "codeact":
+        return
+    if config.sandbox.backend == "process":
         raise ConfigError(
             f"agent.kind = {config.agent.kind!r} needs a second uid for the agent's program, and "
             "sandbox.backend = 'process' has none: use bwrap (as root) or docker"
         )
+    if config.sandbox.backend == "remote" or config.actor.runtime == "ray":
+        raise ConfigError(
+            f"agent.kind = {config.agent.kind!r} shares a socket of this machine with the agent's "
+            "program, which no other machine can (sandbox.backend = 'remote', actor.runtime = "
+            "'ray'): use 'codeact', or sandbox.backend = 'bwrap' or 'docker' on this machine"
+        )
+
+
+def _check_hosts(config: RunConfig) -> None:
+    sandbox = config.sandbox
+    if (sandbox.backend == "remote") != bool(sandbox.hosts):
+        raise ConfigError(
+            f"sandbox.backend = {sandbox.backend!r} and sandbox.hosts = {list(sandbox.hosts)}: "
+            "'remote' needs the URLs of its hosts (launchers/sandbox_host.py), and no other "
+            "backend has any"
+        )
+    if sandbox.backend == "remote" and config.actor.runtime == "ray":
+        raise ConfigError(
+            "actor.runtime = 'ray' starts sandbox hosts itself: sandbox.backend is what they "
+            "make sandboxes with ('bwrap' or 'docker'), not 'remote'"
+        )
+    for url in sandbox.hosts:
+        if not re.fullmatch(r"http://[^/]+/?", url):
+            raise ConfigError(
+                f"sandbox.hosts: {url!r} is no http:// address (a sandbox host speaks no TLS)"
+            )
 
 
 def _check_counts(config: RunConfig) -> None:

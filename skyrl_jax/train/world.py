@@ -124,7 +124,7 @@ async def open_world(
         await check_server(url)  # now, not after a warm start of minutes
     async with AsyncExitStack() as stack:
         run_id = hashlib.sha256(str(workdir).encode()).hexdigest()[:12]
-        provider = make_provider(config.sandbox, run_id=run_id, cache_dir=cache)
+        provider = make_provider(config.sandbox, run_id=run_id, cache_dir=cache, actor=config.actor)
         await stack.enter_async_context(provider)
         suite = await _open_suite(config, workdir, cache, provider, say)
         tokenizer = _open_tokenizer(config, workdir, cache, suite)
@@ -193,7 +193,7 @@ async def _open_suite(
     config: RunConfig, workdir: Path, cache: Path, provider: AnyProvider, say: Say
 ) -> SweSuite:
     """Make the tasks; the first start of a run validates them and pins the list."""
-    image = await asyncio.to_thread(resolve_image, config.sandbox, cache)
+    image = await asyncio.to_thread(resolve_image, config.sandbox, cache, config.actor)
     splits = await asyncio.to_thread(synthetic_splits, config.tasks)
     pinned = read_json(workdir / "tasks.json")
     if pinned is None and any((workdir / "checkpoints").glob("[0-9]*")):

@@ -11,11 +11,16 @@ from typing import Any
 
 import pytest
 
-from skyrl_jax.core.errors import CapacityError, ImageError, InfraError
+from skyrl_jax.core.config import LOCAL_ACTOR
+from skyrl_jax.core.errors import CapacityError, ConfigError, ImageError, InfraError
+from skyrl_jax.sandbox.factory import make_provider, resolve_image
 from skyrl_jax.sandbox.fleet import FleetProvider
+from skyrl_jax.sandbox.ray_hosts import RayProvider
 from skyrl_jax.sandbox.remote import RemoteSandbox
+from tests.sandbox.conftest import CACHE
 from tests.sandbox.hosts import TOKEN, HostProcess, start_host, stop_host
 from tests.sandbox.test_contract import nap, sleepers
+from tests.sandbox.test_missing_parts import CONFIG
 from tests.sandbox.test_remote import spec_of, until
 
 pytestmark = pytest.mark.xdist_group("sandbox")  # they look at the host's processes
@@ -154,3 +159,21 @@ def test_no_host_and_the_wrong_token(hosts: list[HostProcess], layer: Path) -> N
                 await fleet.create(spec_of(layer))
 
     asyncio.run(run())
+
+
+def test_the_factory_makes_a_fleet_and_names_its_token(tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("wrong")
+    file.chmod(0o600)
+    config = dataclasses.replace(
+        CONFIG, backend="remote", hosts=("http://127.0.0.1:9",), token_file=str(file)
+    )
+    made = make_provider(config, run_id="r", cache_dir=CACHE)
+    assert isinstance(made, FleetProvider) and made.live == 0
+    assert resolve_image(config, CACHE) == ""  # each host's own
+    assert resolve_image(dataclasses.replace(config, image="rare"), CACHE) == "rare"
+    with pytest.raises(ConfigError, match="SKYRL_SANDBOX_TOKEN"):
+        make_provider(dataclasses.replace(config, token_file=""), run_id="r", cache_dir=CACHE)
+    ray = dataclasses.replace(LOCAL_ACTOR, runtime="ray")
+    assert isinstance(make_provider(CONFIG, run_id="r", cache_dir=CACHE, actor=ray), RayProvider)
+    assert resolve_image(CONFIG, CACHE, ray) == ""
