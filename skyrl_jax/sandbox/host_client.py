@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -161,7 +161,7 @@ class HostLink:
             await asyncio.sleep(pause)
             pause = min(2 * pause, 1.0)
 
-    async def _or_down(self, work: Any) -> Any:
+    async def _or_down(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for ``work``, or raise as soon as the host is known to be down."""
         task = asyncio.ensure_future(work)
         gone = self._gone
@@ -169,7 +169,8 @@ class HostLink:
             task.cancel()
             raise InfraError(f"sandbox host {self.url} is down: {self.down}", cause=UNREACHABLE)
         try:
-            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            both: set[asyncio.Future[Any]] = {task, gone}
+            await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         finally:
             if not task.done():
                 task.cancel()

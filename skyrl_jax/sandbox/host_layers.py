@@ -193,8 +193,10 @@ def _unpack(tar: Path, target: Path) -> None:
         if not (member.isdir() or member.isreg() or member.issym()):
             raise DataError(f"layer member {member.name!r} is no file, directory or symbolic link")
         safe = tarfile.tar_filter(member, path)  # refuses what leaves the directory
-        owner = {} if root else {"uid": os.geteuid(), "gid": os.getegid()}
-        return safe.replace(mode=member.mode & _MODES, deep=False, **owner)
+        found = safe.replace(mode=member.mode & _MODES, deep=False)
+        if not root:
+            found.uid, found.gid = os.geteuid(), os.getegid()
+        return found
 
     try:
         target.mkdir()

@@ -31,8 +31,8 @@ def hosts(image: Path, tmp_path: Path) -> Iterator[list[HostProcess]]:
     """A host with room for two sandboxes and one with room for four, which alone has an image."""
     (tmp_path / "images").mkdir()
     (tmp_path / "images" / "rare").symlink_to(image)
-    started = [start_host("--lease_s=4", "--capacity=2")]
-    started.append(start_host("--lease_s=4", "--capacity=4", f"--images={tmp_path / 'images'}"))
+    started = [start_host("--lease_s=8", "--capacity=2")]
+    started.append(start_host("--lease_s=8", "--capacity=4", f"--images={tmp_path / 'images'}"))
     yield started
     for host in started:
         stop_host(host)
@@ -110,7 +110,7 @@ def test_a_dead_host_is_left_out_and_comes_back(hosts: list[HostProcess], layer:
                 await fleet.create(spec_of(layer))
             assert (await other).output == "kept\n"
             port = int(small.rpartition(":")[2])
-            flags = ("--lease_s=4", "--capacity=2")
+            flags = ("--lease_s=8", "--capacity=2")
             hosts[0] = await asyncio.to_thread(start_host, *flags, port=port)
             await until(lambda: not fleet.hosts[small])
             assert (await fleet.create(spec_of(layer))).host == small
