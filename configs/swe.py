@@ -186,6 +186,7 @@ def _tiny_episodes(c: ConfigDict) -> None:
     c.actor.ray_address = "auto"
     c.actor.ray_hosts = 0  # 0 = one on every node that has ray_resource
     c.actor.ray_resource = ""
+    c.actor.ray_workers = 0  # processes that play the episodes; 0 = this one does
     c.actor.host_capacity = 64
     c.actor.host_lease_s = 60.0
 

@@ -14,7 +14,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from skyrl_jax.actor.board import Board, make_gates
-from skyrl_jax.actor.episodes import GRACE_S, ActorContext, Outcome, run_episode
+from skyrl_jax.actor.episodes import (
+    GRACE_S,
+    ActorContext,
+    EpisodeRunner,
+    Outcome,
+    run_episode,
+)
 from skyrl_jax.core.config import RolloutConfig
 from skyrl_jax.core.errors import BreakerOpen, HostError
 from skyrl_jax.core.protocols import Agent, Generator, SandboxProvider, TaskSuite
@@ -81,11 +87,13 @@ async def collect(
     rollout: RolloutConfig,
     on_progress: Callable[[Progress], None] | None = None,
     board: Board | None = None,
+    run: EpisodeRunner = run_episode,
 ) -> Collected:
     """Run ``samples`` episodes of each task and return their groups in task order.
 
     No task may occur twice (an episode's seed is its task, sample, turn and phase). A ``board``
-    from outside is filled with where each episode is.
+    from outside is filled with where each episode is. ``run`` plays an episode in another place
+    than this process (actor/ray_workers.py).
 
     Raises:
         BreakerOpen: ``rollout.breaker`` host failures in a row.
@@ -106,7 +114,7 @@ async def collect(
     slots: list[list[Outcome | None]] = [[None] * samples for _ in tasks]
 
     async def one(row: int, column: int) -> None:
-        outcome = await run_episode(context, tasks[row], column)
+        outcome = await run(context, tasks[row], column)
         slots[row][column] = outcome
         tally.add(outcome, context.board)
 

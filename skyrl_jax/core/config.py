@@ -189,6 +189,7 @@ class ActorConfig:
     ray_address: str  # of the cluster; "auto" = the one that this node belongs to
     ray_hosts: int  # sandbox hosts, at most one a node; 0 = one on every node that can
     ray_resource: str  # what a node must have one of for a host, e.g. "sandbox_host"; "" = nothing
+    ray_workers: int  # processes that play the episodes; 0 = this one does
     host_capacity: int  # sandboxes at once on a host
     host_lease_s: float  # an owner silent for so long loses its sandboxes
 
@@ -198,6 +199,7 @@ LOCAL_ACTOR = ActorConfig(
     ray_address="auto",
     ray_hosts=0,
     ray_resource="",
+    ray_workers=0,
     host_capacity=64,
     host_lease_s=60.0,
 )

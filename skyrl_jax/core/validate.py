@@ -90,6 +90,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "sandbox.command_timeout_s": (0.1, _INF),
     "sandbox.lifetime_s": (1, _INF),
     "actor.ray_hosts": (0, _MOST),
+    "actor.ray_workers": (0, _MOST),
     "actor.host_capacity": (1, _MOST),
     "actor.host_lease_s": (1, _INF),
     "tasks.train": (1, _MOST),
@@ -324,6 +325,10 @@ def _check_hosts(config: RunConfig) -> None:
             f"sandbox.backend = {sandbox.backend!r} and sandbox.hosts = {list(sandbox.hosts)}: "
             "'remote' needs the URLs of its hosts (launchers/sandbox_host.py), and no other "
             "backend has any"
+        )
+    if config.actor.ray_workers and config.actor.runtime != "ray":
+        raise ConfigError(
+            f"actor.ray_workers = {config.actor.ray_workers} needs actor.runtime = 'ray'"
         )
     if sandbox.backend == "remote" and config.actor.runtime == "ray":
         raise ConfigError(

@@ -353,7 +353,16 @@ async def get(box: Sandbox, header: dict[str, Any], body: bytes) -> bytes:
     return host_wire.pack({}, tar)
 
 
-OPERATIONS = {"exec": execute, "put": put, "get": get}
+async def ping(box: Sandbox, header: dict[str, Any], body: bytes) -> bytes:
+    """Wait for a sign of life: the supervisor's, or a command's where the backend has no ping."""
+    ask = getattr(box, "ping", None)
+    with _deadline("a ping"):
+        async with asyncio.timeout(_REPLY_GRACE_S):
+            await (box.exec(["true"]) if ask is None else ask())
+    return host_wire.pack({})
+
+
+OPERATIONS = {"exec": execute, "put": put, "get": get, "ping": ping}
 
 
 @contextlib.contextmanager

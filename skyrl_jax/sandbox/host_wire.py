@@ -9,7 +9,7 @@ cause and blame: a client raises what the host's own provider raised.
     DELETE /owners/{owner}                  destroy all that this owner has
     PUT    /layers/{digest}                 a layer's tar stream, whose SHA-256 is the name
     POST   /sandboxes/{id}                  create; the id is the client's, so a retry makes no two
-    POST   /sandboxes/{id}/ops/{number}     exec, put, get; a retry by number never runs twice
+    POST   /sandboxes/{id}/ops/{number}     exec, put, get, ping; a retry by number never runs twice
     DELETE /sandboxes/{id}/ops/{number}     end it; returns when it has ended
     DELETE /sandboxes/{id}                  destroy. Idempotent
 """

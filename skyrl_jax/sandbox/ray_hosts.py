@@ -101,6 +101,11 @@ class RayProvider:
         return None
 
     @property
+    def token(self) -> str:
+        """The hosts' token, made for this run."""
+        return self._token
+
+    @property
     def hosts(self) -> dict[str, str]:
         """Every host's URL and why it is left out ("" = it is used)."""
         return self._fleet.hosts

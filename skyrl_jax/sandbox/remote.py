@@ -28,6 +28,7 @@ _EXEC_GRACE_S = 30.0  # above the host's own grace
 _TREE_TIMEOUT_S = 120.0
 _DESTROY_TIMEOUT_S = 45.0
 _CANCEL_TIMEOUT_S = 30.0
+_PING_TIMEOUT_S = 30.0
 
 
 class RemoteProvider:
@@ -196,6 +197,10 @@ class RemoteSandbox:
         return host_wire.result_from_message(
             *await self._operate(message, timeout_s + _EXEC_GRACE_S)
         )
+
+    async def ping(self) -> None:
+        """Return when the sandbox has answered: it lives, and so does its host."""
+        await self._operate(message_of("ping", {}), _PING_TIMEOUT_S)
 
     async def put(self, path: str, tar: bytes) -> None:
         """Unpack a tar stream under ``path``."""

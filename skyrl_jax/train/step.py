@@ -115,6 +115,7 @@ async def _collect(
         agent=world.agent(f"train/{step}"),
         rollout=rollout,
         on_progress=on_progress,
+        run=world.run,
     )
 
 

@@ -52,7 +52,7 @@ def cluster(image: Path) -> Iterator[Any]:
 def add_node(cluster: Any) -> Any:
     """A node that may take one host."""
     return cluster.add_node(
-        num_cpus=0, resources={RESOURCE: 1}, object_store_memory=100 << 20, wait=True
+        num_cpus=2, resources={RESOURCE: 1}, object_store_memory=100 << 20, wait=True
     )
 
 
