@@ -256,9 +256,7 @@ class Watch:
             self.lags_ms.append(1000 * max(0.0, loop.time() - due))
             if len(self.lags_ms) % 25 == 0:
                 self.threads = max(self.threads, len(os.listdir("/proc/self/task")))
-                members = fleet._members.values()
-                live = sum(m.provider.link.status.get("live", 0) for m in members)
-                self.hosts_peak = max(self.hosts_peak, live)
+                self.hosts_peak = max(self.hosts_peak, fleet.reported)
 
     def lag(self, fraction: float) -> float:
         """Return a quantile of the lags, ms."""

@@ -89,6 +89,12 @@ class FleetProvider:
         """Every host's URL and why it is left out ("" = it is used)."""
         return {url: member.provider.link.down for url, member in self._members.items()}
 
+    @property
+    def reported(self) -> int:
+        """Sandboxes of all owners on these hosts, as the last heartbeats said."""
+        statuses = (member.provider.link.status for member in self._members.values())
+        return sum(int(status.get("live", 0)) for status in statuses)
+
     async def __aenter__(self) -> Self:
         """Say hello to every host; one that answers is enough.
 

@@ -98,6 +98,7 @@ class SandboxHost:
         self._ended: OrderedDict[str, None] = OrderedDict()
         self._owners: dict[str, float] = {}
         self._reaper: asyncio.Task[None] | None = None
+        self._drops: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         """Begin to watch the leases."""
@@ -138,12 +139,25 @@ class SandboxHost:
         await self._end_all([key for key, e in self._entries.items() if e.owner == owner])
 
     async def _reap(self) -> None:
+        pause = min(1.0, self.lease_s / 4)
         while True:
-            await asyncio.sleep(min(1.0, self.lease_s / 4))
-            now = time.monotonic()
-            for owner, seen in list(self._owners.items()):
-                if now - seen > self.lease_s:
-                    await self.drop_owner(owner)
+            due = time.monotonic() + pause
+            await asyncio.sleep(pause)
+            self.expire(time.monotonic(), time.monotonic() - due)
+
+    def expire(self, now: float, stalled: float) -> None:
+        """End what belongs to silent owners; time in which this host itself stood still is free.
+
+        Args:
+            now: of ``time.monotonic``, s.
+            stalled: how much later than it should be, s (the process was stopped, or had no CPU).
+        """
+        for owner, seen in list(self._owners.items()):
+            self._owners[owner] = seen = seen + max(0.0, stalled)
+            if now - seen > self.lease_s:
+                task = asyncio.create_task(self.drop_owner(owner))
+                self._drops.add(task)  # one that cannot be ended does not keep the others
+                task.add_done_callback(self._drops.discard)
 
     async def _end_all(self, keys: Sequence[str]) -> None:
         await asyncio.gather(*(self.destroy(key) for key in keys), return_exceptions=True)

@@ -186,6 +186,7 @@ async def _open_runner(
     if not config.actor.ray_workers:
         yield run_episode
         return
+    provider = getattr(provider, "inner", provider)  # below a warm pool
     if not isinstance(provider, RayProvider):
         raise ConfigError("actor.ray_workers needs sandbox hosts over Ray (actor.runtime = 'ray')")
     client = functools.partial(

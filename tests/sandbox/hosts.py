@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from tests.sandbox.dockerd import REPO
@@ -31,8 +31,10 @@ class HostProcess:
         self.process.wait(timeout=20)
 
 
-def start_host(*flags: str, port: int = 0, before: Sequence[str] = ()) -> HostProcess:
-    """Start a host; ``before`` is put in front of its command (ip netns exec ...)."""
+def start_host(
+    *flags: str, port: int = 0, before: Sequence[str] = (), env: Mapping[str, str] | None = None
+) -> HostProcess:
+    """Start a host; ``before`` is put in front of its command (nsenter ...)."""
     command = [*before, sys.executable, str(REPO / "launchers" / "sandbox_host.py")]
     command += [f"--cache_dir={REPO / '.cache'}", f"--port={port}", *flags]
     with tempfile.TemporaryFile("w+") as errors:
@@ -41,7 +43,7 @@ def start_host(*flags: str, port: int = 0, before: Sequence[str] = ()) -> HostPr
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env={**os.environ, "SKYRL_SANDBOX_TOKEN": TOKEN},
+            env={**os.environ, **(env or {}), "SKYRL_SANDBOX_TOKEN": TOKEN},
             start_new_session=True,
         )
         line = _first_line(process)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import io
 import os
 import signal
@@ -423,6 +424,23 @@ def test_a_killed_owner_loses_its_sandboxes_after_the_lease(
     assert sleepers(f"sleep 87651.{owner.pid}") == []
 
 
+def test_a_lease_does_not_run_while_the_host_itself_stands_still() -> None:
+    async def run() -> None:
+        async with slow_host(lease_s=10.0) as (host, provider):
+            await host.create(OWNER, KEY, SandboxSpec(image=""))
+            host.renew(OWNER)
+            now = time.monotonic()
+            host.expire(now + 9.0, 0.0)
+            host.expire(now + 109.0, 100.0)  # it was stopped: nobody could have renewed
+            await asyncio.sleep(0.05)
+            assert host.status()["live"] == 1
+            host.expire(now + 111.0, 0.0)
+            await until(lambda: host.status()["live"] == 0)
+            assert provider.boxes[0].destroyed
+
+    asyncio.run(run())
+
+
 @pytest.mark.parametrize("how", ["killed", "stopped"])
 def test_a_host_that_dies_is_blamed_and_at_once(how: str, layer: Path) -> None:
     host = start_host("--lease_s=4")
@@ -683,3 +701,25 @@ def test_limits_hold_on_the_other_side(quick_host: HostProcess, layer: Path) -> 
                 await boxes[0].exec("true")
 
     asyncio.run(run())
+
+
+def test_a_host_of_containers(daemon: str, docker_image: str, layer: Path) -> None:
+    host = start_host("--backend=docker", env={"DOCKER_HOST": daemon})
+
+    async def run() -> None:
+        async with RemoteProvider(host.url, token=TOKEN) as provider:
+            spec = dataclasses.replace(spec_of(layer, best_effort=True), image=docker_image)
+            box = await provider.create(spec)
+            assert (await box.exec("cat a.txt; id -u")).output == "one\n1\n"
+            await box.ping()
+            await box.destroy()
+            with pytest.raises(SandboxGone):
+                await box.ping()
+            with pytest.raises(ImageError):
+                await provider.create(dataclasses.replace(spec, image="no-such-image:latest"))
+            assert await live(host.url) == 0
+
+    try:
+        asyncio.run(run())
+    finally:
+        stop_host(host)
