@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Callable, Coroutine, Mapping
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 
 import aiohttp
 
-from skyrl_jax.core.errors import HostError, InfraError, SkyrlError
+from skyrl_jax.core.errors import CapacityError, HostError, InfraError, SkyrlError
 from skyrl_jax.sandbox import host_wire
 from skyrl_jax.sandbox.host_layers import layer_digest, layer_file
 
@@ -194,6 +195,11 @@ class HostLink:
                 cause=UNREACHABLE,
             ) from error
         except aiohttp.ClientConnectorError as error:
+            if error.os_error.errno in (errno.EMFILE, errno.ENFILE):
+                raise CapacityError(
+                    f"no connection to sandbox host {self.url}: {error.os_error.strerror} in this "
+                    "process (ulimit -n); each command that runs needs one"
+                ) from error
             self._refused += 1
             self._doubt.set()
             text = f"sandbox host {self.url}: nobody listens there ({error.os_error})"

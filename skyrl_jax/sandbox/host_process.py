@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import stat
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from aiohttp import web
@@ -33,7 +34,7 @@ _LOCAL_IMAGES = {"docker": "skyrl-sandbox:latest", "process": ""}
 class HostOptions:
     """How to be a sandbox host (launchers/sandbox_host.py documents each as a flag)."""
 
-    token: str
+    token: str = field(repr=False)
     backend: str = "bwrap"
     address: str = "127.0.0.1"
     port: int = 0
@@ -153,8 +154,15 @@ def _images(options: HostOptions) -> Callable[[str], str]:
     return resolve
 
 
+def raise_file_limit() -> None:
+    """Let this process open as many files as it may: each sandbox and each client takes some."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
 async def serve_host(options: HostOptions, announce: Callable[[str], None]) -> None:
     """Serve until SIGTERM or SIGINT; then destroy every sandbox."""
+    raise_file_limit()
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -23,7 +23,7 @@ from skyrl_jax.core.config import ActorConfig
 from skyrl_jax.core.errors import ConfigError, InfraError, SkyrlError
 from skyrl_jax.core.protocols import SandboxSpec
 from skyrl_jax.sandbox.fleet import FleetProvider
-from skyrl_jax.sandbox.host_process import HostOptions, open_host
+from skyrl_jax.sandbox.host_process import HostOptions, open_host, raise_file_limit
 from skyrl_jax.sandbox.remote import RemoteSandbox
 
 WATCH_S = 2.0  # between two looks at the cluster
@@ -47,6 +47,7 @@ class HostActor:
 
     async def start(self) -> str:
         """Serve on this node's address; return the URL."""
+        raise_file_limit()
         return await self._stack.enter_async_context(open_host(self._options, self._run_id))
 
     async def ping(self) -> int:

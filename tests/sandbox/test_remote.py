@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import io
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -546,6 +547,25 @@ def test_nobody_there(tmp_path: Path) -> None:
             with pytest.raises(InfraError, match="no sandbox host of ours: 'hello'"):
                 async with RemoteProvider(f"http://127.0.0.1:{port}", token=TOKEN):
                     pass
+
+    asyncio.run(run())
+
+
+def test_too_few_files_are_not_the_hosts_death(quick_host: HostProcess) -> None:
+    async def run() -> None:
+        async with RemoteProvider(quick_host.url, token=TOKEN) as provider:
+            held = [os.open("/", os.O_RDONLY)]
+            soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+            resource.setrlimit(resource.RLIMIT_NOFILE, (held[0] + 1, hard))
+            try:
+                calls = [provider.link.call("DELETE", f"/sandboxes/{KEY}") for _ in range(3)]
+                done = await asyncio.gather(*calls, return_exceptions=True)
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+                os.close(held[0])
+            failed = [str(item) for item in done if isinstance(item, CapacityError)]
+            assert failed and all("ulimit -n" in text for text in failed)
+            assert not provider.link.down
 
     asyncio.run(run())
 
