@@ -24,6 +24,7 @@ help:
 	@echo "make lane-templates  chat-template prompts against another renderer, in a venv of its own"
 	@echo "make lane-agents  real scaffolds on a real SWE-bench row, through gateway and engine"
 	@echo "make lane-leaks   1,000 episodes with faults injected: nothing may be left on the host"
+	@echo "make lane-ray     sandbox hosts placed by Ray, a node killed in the middle, in a venv of its own"
 	@echo "make lint   format check, lint, types, import rules"
 	@echo "make verify-01-main-job  measure what the main job promises; writes docs/verify/"
 	@echo "make verify-02-learner   measure what the learner promises: exactness, plans, speed, refusals"

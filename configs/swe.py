@@ -186,6 +186,17 @@ def _tiny_episodes(c: ConfigDict) -> None:
     c.sandbox.docker_read_only = False
     c.sandbox.docker_connections = 16
     c.sandbox.docker_timeout_s = 60.0
+    c.sandbox.hosts = ()  # backend "remote": URLs of launchers/sandbox_host.py
+    c.sandbox.token_file = ""  # "" = the environment variable SKYRL_SANDBOX_TOKEN
+
+    c.actor = ConfigDict()
+    c.actor.runtime = "local"  # "ray": sandbox hosts over the nodes of a Ray cluster
+    c.actor.ray_address = "auto"
+    c.actor.ray_hosts = 0  # 0 = one on every node that has ray_resource
+    c.actor.ray_resource = ""
+    c.actor.ray_workers = 0  # processes that play the episodes; 0 = this one does
+    c.actor.host_capacity = 64
+    c.actor.host_lease_s = 60.0
 
 
 def _tiny_run(c: ConfigDict) -> None:

@@ -62,7 +62,7 @@ async def _evaluate(
     rows = select_rows(path, ids)
     cache = Path(_CACHE.value).absolute()
     sandbox = _roomy(config.sandbox)
-    image = await asyncio.to_thread(resolve_image, sandbox, cache)
+    image = await asyncio.to_thread(resolve_image, sandbox, cache, config.actor)
     suite = await asyncio.to_thread(
         rows_suite,
         rows,
@@ -72,7 +72,9 @@ async def _evaluate(
         cache=cache / "swe",
         prepare=prepare_layer,
     )
-    async with make_provider(sandbox, run_id="evaluate", cache_dir=cache) as provider:
+    async with make_provider(
+        sandbox, run_id="evaluate", cache_dir=cache, actor=config.actor
+    ) as provider:
         return await evaluate_rows(
             suite,
             suite.tasks("all"),

@@ -15,7 +15,13 @@ from dataclasses import dataclass, field
 
 from skyrl_jax.actor.board import Board, make_gates
 from skyrl_jax.actor.budgets import BudgetedProvider
-from skyrl_jax.actor.episodes import GRACE_S, ActorContext, Outcome, run_episode
+from skyrl_jax.actor.episodes import (
+    GRACE_S,
+    ActorContext,
+    EpisodeRunner,
+    Outcome,
+    run_episode,
+)
 from skyrl_jax.actor.foresight import Foresight
 from skyrl_jax.batching.sequences import AGENT
 from skyrl_jax.core.config import RolloutConfig
@@ -97,12 +103,14 @@ async def collect(
     rollout: RolloutConfig,
     on_progress: Callable[[Progress], None] | None = None,
     board: Board | None = None,
+    run: EpisodeRunner = run_episode,
 ) -> Collected:
     """Run ``samples`` episodes of each task and return their groups in task order.
 
     No task may occur twice (an episode's seed is its task, sample, turn and phase). A ``board``
     from outside is filled with where each episode is. A provider that can is told which sandboxes
-    are coming (foresight.py).
+    are coming (foresight.py). ``run`` plays an episode in another place than this process
+    (actor/ray_workers.py).
 
     Raises:
         BreakerOpen: ``rollout.breaker`` host failures in a row.
@@ -124,7 +132,7 @@ async def collect(
     foresight = Foresight(suite, provider, samples)
 
     async def one(row: int, column: int) -> None:
-        outcome = await run_episode(context, tasks[row], column)
+        outcome = await run(context, tasks[row], column)
         slots[row][column] = outcome
         foresight.end_episode(tasks[row])
         tally.add(outcome, context.board)

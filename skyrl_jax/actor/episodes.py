@@ -75,6 +75,10 @@ class Outcome:
     detail: str = ""
 
 
+# Plays an episode and grades it; only cancellation is raised. ``run_episode`` is one.
+EpisodeRunner = Callable[[ActorContext, Task, int], Awaitable[Outcome]]
+
+
 async def run_episode(context: ActorContext, task: Task, sample_index: int) -> Outcome:
     """Run one episode and grade it; only cancellation is raised."""
     attempt = _Attempt(context=context, task=task, sample_index=sample_index)
@@ -83,6 +87,22 @@ async def run_episode(context: ActorContext, task: Task, sample_index: int) -> O
             return await _with_second_chance(attempt)
         finally:
             context.board.leave(attempt.rollout_id)
+
+
+def failed_outcome(task: Task, sample_index: int, fault: Fault) -> Outcome:
+    """Return the outcome of an episode that the host side lost before anything came back."""
+    episode = Episode(
+        task_id=task.task_id,
+        sample_index=sample_index,
+        messages=(),
+        turns=(),
+        status=Status.FAILED,
+        reason=f"infra:{fault.cause}",
+        submission=None,
+        temperature=1.0,
+    )
+    trajectory = Trajectory(episode=episode, score=None)
+    return Outcome(trajectory=trajectory, sampled_tokens=0, detail=fault.detail)
 
 
 async def _with_second_chance(attempt: _Attempt) -> Outcome:

@@ -173,7 +173,7 @@ class EngineConfig:
 class SandboxConfig:
     """Where commands run."""
 
-    backend: str  # "bwrap" | "docker" | "process"
+    backend: str  # "bwrap" | "docker" | "process" | "remote"; with Ray: of the hosts
     image: str  # "" = the base image made on this machine
     cpus: float
     memory_mb: int
@@ -188,6 +188,33 @@ class SandboxConfig:
     docker_read_only: bool  # tmpfs of disk_mb for the working directory and /tmp
     docker_connections: int  # to the daemon, at a time
     docker_timeout_s: float  # of one call to the daemon
+    # Only code may leave out these two, as in ModelConfig.
+    hosts: tuple[str, ...] = ()  # backend "remote": URLs of launchers/sandbox_host.py
+    token_file: str = ""  # what they were started with; "" = the variable SKYRL_SANDBOX_TOKEN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorConfig:
+    """Where sandbox hosts run."""
+
+    runtime: str  # "local" (this process, or sandbox.hosts) | "ray"
+    ray_address: str  # of the cluster; "auto" = the one that this node belongs to
+    ray_hosts: int  # sandbox hosts, at most one a node; 0 = one on every node that can
+    ray_resource: str  # what a node must have one of for a host, e.g. "sandbox_host"; "" = nothing
+    ray_workers: int  # processes that play the episodes; 0 = this one does
+    host_capacity: int  # sandboxes at once on a host
+    host_lease_s: float  # an owner silent for so long loses its sandboxes
+
+
+LOCAL_ACTOR = ActorConfig(
+    runtime="local",
+    ray_address="auto",
+    ray_hosts=0,
+    ray_resource="",
+    ray_workers=0,
+    host_capacity=64,
+    host_lease_s=60.0,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -260,6 +287,7 @@ class RunConfig:
     sft: SftConfig
     eval: EvalConfig
     train: TrainConfig
+    actor: ActorConfig = LOCAL_ACTOR  # only code may leave it out, as in ModelConfig
 
 
 def parse_config(values: Mapping[str, Any]) -> RunConfig:

@@ -95,6 +95,10 @@ RANGES: dict[str, tuple[float, float]] = {
     "sandbox.warm_creates": (1, 256),
     "sandbox.docker_connections": (1, 1024),
     "sandbox.docker_timeout_s": (1, _INF),
+    "actor.ray_hosts": (0, _MOST),
+    "actor.ray_workers": (0, _MOST),
+    "actor.host_capacity": (1, _MOST),
+    "actor.host_lease_s": (1, _INF),
     "tasks.train": (1, _MOST),
     "tasks.heldout": (0, _MOST),
     "tasks.unseen": (0, _MOST),
@@ -133,7 +137,8 @@ _CHOICES = {
     "learner.remat": ("none", "full", "attn_out", "dots"),
     "learner.schedule": ("constant", "cosine"),
     "learner.reference_dtype": ("float32", "bfloat16"),
-    "sandbox.backend": ("bwrap", "docker", "process"),
+    "sandbox.backend": ("bwrap", "docker", "process", "remote"),
+    "actor.runtime": ("local", "ray"),
     "agent.kind": (OWN_LOOP, "mini_swe_agent", "openhands"),
     "agent.prompt_style": ("compact", "full"),
     "model.family": ("llama", "qwen2", "qwen3", "qwen3_moe"),
@@ -160,6 +165,7 @@ def validate_config(config: RunConfig) -> RunConfig:
     _check_budgets(config)
     _check_reasons(config)
     _check_agent(config)
+    _check_hosts(config)
     _check_objective(config)
     return config
 
@@ -305,11 +311,43 @@ def _check_reasons(config: RunConfig) -> None:
 
 
 def _check_agent(config: RunConfig) -> None:
-    if config.agent.kind != OWN_LOOP and config.sandbox.backend == "process":
+    if config.agent.kind == OWN_LOOP:
+        return
+    if config.sandbox.backend == "process":
         raise ConfigError(
             f"agent.kind = {config.agent.kind!r} needs a second uid for the agent's program, and "
             "sandbox.backend = 'process' has none: use bwrap (as root) or docker"
         )
+    if config.sandbox.backend == "remote" or config.actor.runtime == "ray":
+        raise ConfigError(
+            f"agent.kind = {config.agent.kind!r} shares a socket of this machine with the agent's "
+            "program, which no other machine can (sandbox.backend = 'remote', actor.runtime = "
+            "'ray'): use 'codeact', or sandbox.backend = 'bwrap' or 'docker' on this machine"
+        )
+
+
+def _check_hosts(config: RunConfig) -> None:
+    sandbox = config.sandbox
+    if (sandbox.backend == "remote") != bool(sandbox.hosts):
+        raise ConfigError(
+            f"sandbox.backend = {sandbox.backend!r} and sandbox.hosts = {list(sandbox.hosts)}: "
+            "'remote' needs the URLs of its hosts (launchers/sandbox_host.py), and no other "
+            "backend has any"
+        )
+    if config.actor.ray_workers and config.actor.runtime != "ray":
+        raise ConfigError(
+            f"actor.ray_workers = {config.actor.ray_workers} needs actor.runtime = 'ray'"
+        )
+    if sandbox.backend == "remote" and config.actor.runtime == "ray":
+        raise ConfigError(
+            "actor.runtime = 'ray' starts sandbox hosts itself: sandbox.backend is what they "
+            "make sandboxes with ('bwrap' or 'docker'), not 'remote'"
+        )
+    for url in sandbox.hosts:
+        if not re.fullmatch(r"http://[^/]+/?", url):
+            raise ConfigError(
+                f"sandbox.hosts: {url!r} is no http:// address (a sandbox host speaks no TLS)"
+            )
 
 
 def _check_budgets(config: RunConfig) -> None:

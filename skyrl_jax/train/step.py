@@ -135,6 +135,7 @@ async def _collect(
         agent=world.agent(f"train/{step}"),
         rollout=rollout,
         on_progress=on_progress,
+        run=world.run,
     )
 
 

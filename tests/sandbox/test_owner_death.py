@@ -77,16 +77,16 @@ def start_owner(backend: Backend, host: str, owners: Owners) -> subprocess.Popen
 
 
 def test_nothing_is_left_when_the_owner_is_killed(
-    backend: Backend, daemon: str, owners: Owners
+    local: Backend, daemon: str, owners: Owners
 ) -> None:
-    owner = start_owner(backend, daemon, owners)
+    owner = start_owner(local, daemon, owners)
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait(timeout=10)
     deadline = time.monotonic() + 15
     while (left := leftovers(owner.pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left == []
-    if backend.kind == "docker":
+    if local.kind == "docker":
         listed = ["docker", "-H", daemon, "ps", "-aq", "--filter", f"name=skyrl-owner-{owner.pid}-"]
         while subprocess.run(listed, capture_output=True, timeout=30).stdout:
             assert time.monotonic() < deadline

@@ -206,6 +206,7 @@ class SweSuite:
                 f"{row.instance_id}: no image and no tree; name a PyPI release for it in "
                 "tasks/swe/pypi_trees.toml"
             )
+        make_tools_layer(self._cache)  # in another process than the one that made this suite
         layer = make_layer(self._cache / "layers", row.extra["files"], self._prepare)
         return replace(self._spec, layers=(str(layer), *self._spec.layers))
 
