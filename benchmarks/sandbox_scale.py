@@ -347,7 +347,7 @@ def main() -> int:
     parser.add_argument("--live", type=int, default=1000)
     parser.add_argument("--episodes", type=int, default=4000)
     parser.add_argument("--hosts", type=int, default=4)
-    parser.add_argument("--pause", type=float, default=1.0, help="seconds between two commands")
+    parser.add_argument("--pause", type=float, default=20.0, help="seconds between two commands")
     parser.add_argument("--name", default="skyrlsc", help="of the bridge and the namespaces")
     options = parser.parse_args()
     capacity = options.live // (options.hosts - 1) + 20  # the others take a dead host's share

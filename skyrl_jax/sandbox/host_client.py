@@ -53,7 +53,8 @@ class HostLink:
         self._beating: asyncio.Task[None] | None = None
         self._gone: asyncio.Future[None] | None = None  # done when the host goes down
         self._answered = 0.0
-        self._refused = 0
+        self._refused = 0  # connections, in a row
+        self._missed = 0  # beats, in a row
         self._doubt = asyncio.Event()  # a call failed: look at once whether the host lives
         self._uploads: dict[str, asyncio.Task[None]] = {}
 
@@ -96,22 +97,24 @@ class HostLink:
     async def _keep_beating(self) -> None:
         while True:
             lease_s = float(self.status.get("lease_s", 4 * _BEAT_S))
-            failing = bool(self.down or self._refused)
+            failing = bool(self.down or self._missed)
             await asyncio.sleep(0.2 if failing else 0)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0.3 if failing else min(_BEAT_S, lease_s / 4)):
                     await self._doubt.wait()
             self._doubt.clear()
+            patience = min(_DOWN_AFTER_S, lease_s / 2)
             try:
-                await self._beat(min(_DOWN_AFTER_S, lease_s / 2))
-            except HostError as error:
+                await self._beat(patience / 2)
+                self._missed = 0
+            except Exception as error:  # whatever it is: without a beat the lease runs out
+                self._missed += 1
                 silent = time.monotonic() - self._answered
-                if (
-                    self._refused >= _REFUSALS
-                    or silent > min(_DOWN_AFTER_S, lease_s / 2)
-                    or error.cause == "token"
-                ):
-                    self._take_down(str(error))
+                # one missed beat may be our own process's, which stood still
+                silent_twice = self._missed >= 2 and silent > patience / 2
+                token = getattr(error, "cause", None) == "token"
+                if self._refused >= _REFUSALS or silent_twice or token:
+                    self._take_down(str(error) or repr(error))
 
     async def _beat(self, timeout_s: float) -> None:
         header, _ = await self._once("POST", f"/owners/{self.owner}/lease", b"", timeout_s)
