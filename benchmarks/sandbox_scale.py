@@ -232,7 +232,8 @@ def rollout(live: int) -> RolloutConfig:
         tasks_per_step=1, samples_per_task=SAMPLES, revisit_fraction=0.0, temperature=1.0,
         top_p=1.0, top_k=-1, max_turns=4, max_prompt_tokens=1, max_new_tokens=1,
         max_episode_tokens=2, live_sandboxes=live, init_concurrency=32, grade_concurrency=32,
-        init_timeout_s=600.0, run_timeout_s=1200.0, grade_timeout_s=600.0, breaker=0,
+        create_timeout_s=300.0, init_timeout_s=600.0, run_timeout_s=1200.0, grade_timeout_s=600.0,
+        destroy_timeout_s=60.0, breaker=0,
     )  # fmt: skip
 
 

@@ -57,6 +57,7 @@ from tests.sandbox.conftest import (  # noqa: F401
     docker_image,
     image,
     layer,
+    sandbox_host,
 )
 from tests.sandbox.daemon_proxy import DaemonProxy
 from tests.sandbox.dockerd import REPO
@@ -257,12 +258,13 @@ def test_228_all_fail_and_the_first_cause_is_hidden() -> None:
 
 @pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
 def test_1194_sandboxes_leak_at_ctrl_c(
-    backend: Backend, daemon: str, ending: signal.Signals
+    backend: Backend, daemon: str, sandbox_host: str, ending: signal.Signals
 ) -> None:
     """Ctrl-C closes everything; SIGTERM without a handler kills the owner: nothing is left."""
     spec = backend.spec()
     command = [sys.executable, "-W", "ignore", "-m", "tests.sandbox.owner", backend.kind]
-    command += [spec.image, str(CACHE), spec.layers[0], daemon if backend.kind == "docker" else ""]
+    address = {"docker": daemon, "remote": sandbox_host}.get(backend.kind, "")
+    command += [spec.image, str(CACHE), spec.layers[0], address]
     owner = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, cwd=REPO, start_new_session=True
     )
