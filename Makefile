@@ -29,6 +29,7 @@ help:
 	@echo "make verify-01-main-job  measure what the main job promises; writes docs/verify/"
 	@echo "make verify-02-learner   measure what the learner promises: exactness, plans, speed, refusals"
 	@echo "make verify-03-gateway   measure what the gateway promises: exact tokens, clients, agents, load"
+	@echo "make verify-04-sandboxes what sandboxes promise: one contract, no leak, no cheat, hosts, speed"
 	@echo "make lane-sandbox-bench  time sandboxes against docker SDK, swe-rex and mini-swe-agent"
 	@echo "make lane-bench  time the train step against torch and tunix (their own environments)"
 
