@@ -45,8 +45,10 @@ from skyrl_jax.gateway.app import Gateway
 from skyrl_jax.gateway.budget import Budget
 from skyrl_jax.gateway.calls import Recorded
 from skyrl_jax.gateway.session import Session
+from skyrl_jax.sandbox.cgroup import run_name
 
 GUEST = Path(__file__).parent / "guest"
+PREFIX = "skyrl-agent-"  # of an episode's folder: sandbox/cgroup.py:sweep_folders finds dead owners
 GATEWAY = "gateway/v1.sock"  # in the shared folder; a folder of its own, which is the program's
 _SHOWN = 2000  # characters of a program's last words in a message
 _CANCEL_S = 20.0  # for a program's command to end; its sandbox is destroyed after that anyway
@@ -262,7 +264,8 @@ class ExternalAgent:
 @asynccontextmanager
 async def _folder(program: Program, task: str) -> AsyncIterator[Path]:
     """Make the directory that the program's sandbox shares with the host, for one episode."""
-    path = Path(await asyncio.to_thread(tempfile.mkdtemp, prefix="skyrl-agent-"))
+    suffix = f".{run_name('agent')}"  # says whose it is, should the owner be killed
+    path = Path(await asyncio.to_thread(tempfile.mkdtemp, suffix, PREFIX))
     try:
         await asyncio.to_thread(_fill, path, program, task)
         yield path

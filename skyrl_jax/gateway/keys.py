@@ -89,9 +89,17 @@ class Sessions:
         """Return the session of a request; ``name`` is that of its URL path.
 
         Raises:
-            Refused: no session is named, the key is wrong, or the session is closed or unknown.
+            Refused: no session is named or two are, the key is wrong, or the session is closed or
+                unknown.
         """
-        name = name or headers.get(SESSION_HEADER)
+        header = headers.get(SESSION_HEADER)
+        if name is not None and header and header != name:
+            raise Refused(
+                Cause.INVALID,
+                f"the URL names session {name!r} and {SESSION_HEADER} session {header!r}",
+                param=SESSION_HEADER,
+            )
+        name = name or header
         keys = presented(headers)
         if keys:
             owner = self._owner(keys)

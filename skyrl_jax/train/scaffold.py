@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from skyrl_jax.agents.external import ExternalAgent, Program, ProgramProvider
+from skyrl_jax.agents.external import PREFIX, ExternalAgent, Program, ProgramProvider
 from skyrl_jax.agents.parsing import parse_assistant
 from skyrl_jax.agents.scaffolds import scaffold
 from skyrl_jax.agents.tools import specs_of
@@ -20,6 +20,7 @@ from skyrl_jax.core.types import Message, SamplingParams, ToolDef
 from skyrl_jax.gateway.app import Gateway
 from skyrl_jax.gateway.budget import Budget
 from skyrl_jax.generation.renderer import AnyRenderer, ChatMLRenderer, TemplateRenderer
+from skyrl_jax.sandbox.cgroup import sweep_folders
 from skyrl_jax.sandbox.factory import resolve_image
 from skyrl_jax.tasks.swe.repo import WORKDIR
 
@@ -74,6 +75,7 @@ async def open_scaffold(
     if config.agent.kind == OWN_LOOP:
         yield None
         return
+    await asyncio.to_thread(sweep_folders, PREFIX)
     program = await asyncio.to_thread(
         scaffold,
         config.agent,

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import os
 import shlex
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -12,7 +14,7 @@ import pytest
 
 from skyrl_jax.actor.collect import collect
 from skyrl_jax.agents.commands import CommandSocket
-from skyrl_jax.agents.external import GATEWAY, ExternalAgent, Program
+from skyrl_jax.agents.external import GATEWAY, PREFIX, ExternalAgent, Program
 from skyrl_jax.agents.scripted import DONE
 from skyrl_jax.agents.tools import format_call
 from skyrl_jax.batching.sequences import make_rows
@@ -21,6 +23,7 @@ from skyrl_jax.core.protocols import SHARED, SandboxSpec
 from skyrl_jax.core.types import SamplingParams, Status, Trajectory
 from skyrl_jax.gateway.app import Gateway
 from skyrl_jax.gateway.budget import Budget
+from skyrl_jax.sandbox.cgroup import run_name, sweep_folders
 from skyrl_jax.sandbox.images import base_image
 from skyrl_jax.train.rollouts import episode_record
 from skyrl_jax.train.scaffold import tools_renderer
@@ -99,6 +102,7 @@ def episode(tmp_path, mode, answers=None, *, grade=False, time_limit_s=60.0, bud
         return lines[turn] if turn < len(lines) else GenerationError("no more lines")
 
     async def work(provider):
+        before = len(folders())
         generator = TextGenerator(RENDERER, say)
         world = Heard(suite.environment(task, provider))
         async with Gateway(generator=generator, renderer_for=tools_renderer(RENDERER)) as gateway:
@@ -110,8 +114,25 @@ def episode(tmp_path, mode, answers=None, *, grade=False, time_limit_s=60.0, bud
             finally:
                 await world.close()
                 assert gateway.open_sessions == 0
+                assert len(folders()) == before, "an episode's folder is left"
 
     return in_bwrap(work)
+
+
+def folders():
+    """The folders of this process's episodes."""
+    return list(Path(tempfile.gettempdir()).glob(f"{PREFIX}*.agent.{os.getpid()}.*"))
+
+
+def test_a_killed_owners_folders_are_found():
+    child = subprocess.Popen(["true"])
+    child.wait()
+    name = run_name("agent")
+    other = name.replace(f".{os.getpid()}.", f".{child.pid}.")
+    dead, mine = (Path(tempfile.mkdtemp(f".{owner}", PREFIX)) for owner in (other, name))
+    found = sweep_folders(PREFIX)
+    assert dead in found and mine not in found and not dead.exists()
+    mine.rmdir()
 
 
 def test_a_foreign_program_repairs_a_task(tmp_path):
