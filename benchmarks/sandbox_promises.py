@@ -32,6 +32,11 @@ LIFECYCLE = (
     "tests/sandbox/test_owner_death.py",
     "tests/benchmarks/test_sandbox_leaks.py",
 )
+IMAGES = (
+    "tests/sandbox/test_image_parts.py",
+    "tests/sandbox/test_image_store.py",
+    "tests/tasks/test_row_images.py",
+)
 OUTPUT = ("tests/sandbox/test_output.py",)
 # Each: part, promise, the tests that prove it.
 PROVED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
@@ -39,6 +44,7 @@ PROVED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("faults", "faults.md: the 20 of section E, C41, C43, 8 rows of B", FAULTS),
     ("output", "20 MB without a newline, invalid UTF-8, a reader of stdin: under 1 s, cut", OUTPUT),
     ("hosts", "hosts over HTTP: token, once, leases, deaths", HOSTS),
+    ("images", "pulled under its SWE-bench name by evaluate.py; missing; 429; disk", IMAGES),
     ("lifecycle", "registry, reaper, owner's death, a small leak test", LIFECYCLE),
     ("house", "import contracts, ruff, mypy run in make test", HOUSE),
 )

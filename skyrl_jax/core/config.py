@@ -188,7 +188,12 @@ class SandboxConfig:
     docker_read_only: bool  # tmpfs of disk_mb for the working directory and /tmp
     docker_connections: int  # to the daemon, at a time
     docker_timeout_s: float  # of one call to the daemon
-    # Only code may leave out these two, as in ModelConfig.
+    # Only code may leave out these, as in ModelConfig.
+    image_mirror: str = ""  # "host[:port][/prefix]" that is asked in place of Docker Hub
+    image_login_file: str = ""  # in the form of docker's config.json; "" = nobody in particular
+    image_disk_gb: float = 0.0  # of all images pulled; the longest unused go; 0 = no limit
+    image_pulls: int = 2  # at a time
+    image_pull_timeout_s: float = 1800.0  # of one image, all tries together
     hosts: tuple[str, ...] = ()  # backend "remote": URLs of launchers/sandbox_host.py
     token_file: str = ""  # what they were started with; "" = the variable SKYRL_SANDBOX_TOKEN
 

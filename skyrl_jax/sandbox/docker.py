@@ -24,7 +24,7 @@ import math
 import os
 import socket
 import warnings
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -35,6 +35,7 @@ from skyrl_jax.sandbox.cgroup import run_name
 from skyrl_jax.sandbox.docker_daemon import DockerOptions
 from skyrl_jax.sandbox.docker_layers import LAYERS_TIMEOUT_S, layers_image
 from skyrl_jax.sandbox.docker_sandbox import ContainerMaker, DockerSandbox
+from skyrl_jax.sandbox.image_store import ImageOptions, ImageStore
 from skyrl_jax.sandbox.native_build import NativePrograms, build_native
 from skyrl_jax.sandbox.orphans import end_orphan
 from skyrl_jax.sandbox.reaper import LABEL_HOST, LABEL_RUN, LABEL_UID, boot_id, is_dead, reap
@@ -55,6 +56,8 @@ class DockerProvider(ContainerMaker):
         host: daemon address; ``None``: DOCKER_HOST, else the socket that is there
             (docker_daemon.py).
         options: how the daemon is used.
+        images: how images come and go.
+        say: takes a line for a person, such as that an image is pulled.
         call_timeout_s: in place of the options' own.
     """
 
@@ -65,6 +68,8 @@ class DockerProvider(ContainerMaker):
         cache_dir: Path,
         host: str | None = None,
         options: DockerOptions | None = None,
+        images: ImageOptions | None = None,
+        say: Callable[[str], None] = lambda line: None,
         call_timeout_s: float | None = None,
     ) -> None:
         """Keep the settings; nothing is started."""
@@ -73,6 +78,7 @@ class DockerProvider(ContainerMaker):
             self._timeout_s = call_timeout_s
         self._run = run_name(run_id)
         self._cache_dir = cache_dir
+        self.images = ImageStore(self, images or ImageOptions(), cache_dir / "docker", say)
         self._sandboxes: Book[DockerSandbox] = Book("docker")
         self.lost: list[str] = []  # containers whose removal failed
         self._ids = itertools.count()
@@ -120,6 +126,7 @@ class DockerProvider(ContainerMaker):
                     self._sandboxes.settle()
             if self._layered:
                 await asyncio.wait(self._layered.values())
+            await self.images.close()
         finally:
             self._sandboxes.close()
             self.disconnect()
@@ -146,15 +153,19 @@ class DockerProvider(ContainerMaker):
             spec: names image and layers.
             again: the one that was returned before is gone.
         """
+        self.images.touch(spec.image)
         if not spec.layers:
-            return spec.image
+            return await self.images.ensure(spec.image) if again else spec.image
         seeded = spec.workdir if self.read_only else ""
         key = (spec.image, spec.layers, seeded)
         made = self._layered.get(key)
         if made is None or (made.done() and (again or made.cancelled() or made.exception())):
-            work = self.call(self._make_layered, spec, seeded, seconds=LAYERS_TIMEOUT_S)
-            made = self._layered[key] = asyncio.ensure_future(work)
+            made = self._layered[key] = asyncio.ensure_future(self._layer(spec, seeded))
         return await asyncio.shield(made)
+
+    async def _layer(self, spec: SandboxSpec, seeded: str) -> str:
+        async with self.images.held(spec.image):
+            return await self.call(self._make_layered, spec, seeded, seconds=LAYERS_TIMEOUT_S)
 
     def _make_layered(self, spec: SandboxSpec, seeded: str) -> str:
         patient = self.new_client(LAYERS_TIMEOUT_S)
@@ -166,14 +177,15 @@ class DockerProvider(ContainerMaker):
                 spec.layers,
                 seeded=seeded,
                 name=self._name(),
-                labels=self._labels(),
+                labels=self.labels(),
                 remove=self.remove,
             )
 
     def _name(self) -> str:
         return f"skyrl-{self._run}-{next(self._ids)}".replace(".", "-")
 
-    def _labels(self) -> dict[str, str]:
+    def labels(self) -> dict[str, str]:
+        """Return the labels by which a reaper knows a container's owner."""
         return {LABEL_RUN: self._run, LABEL_HOST: boot_id(), LABEL_UID: str(os.geteuid())}
 
     def prepare(self, spec: SandboxSpec) -> tuple[str, socket.socket]:
@@ -206,7 +218,7 @@ class DockerProvider(ContainerMaker):
             user="0:0",
             stdin_open=True,
             stop_signal="SIGKILL",  # PID 1 hears no other: a daemon that ends would wait for it
-            labels=self._labels(),
+            labels=self.labels(),
             hostname="sandbox",
             working_dir="/",
             network_disabled=not spec.network,

@@ -126,6 +126,11 @@ class DaemonConnection:
         self._client = await self.call(self._connect)
         self._facts = await self.call(self._read_facts)
 
+    @property
+    def client(self) -> Any:
+        """The API client: for use inside ``call``."""
+        return self._client
+
     def disconnect(self) -> None:
         """Close the connections; calls under way are not waited for."""
         self._threads.shutdown(wait=False, cancel_futures=True)

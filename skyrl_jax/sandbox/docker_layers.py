@@ -18,6 +18,7 @@ from typing import Any
 from skyrl_jax.core.errors import ImageError
 
 REPOSITORY = "skyrl-layers"
+LABEL_BASE = "skyrl.base"  # of an image that was made here: what it was made of
 SEED = "/.skyrl/seed"  # with a read-only root: what the working directory starts with
 KEPT = 512
 LAYERS_TIMEOUT_S = 1800.0  # of making an image: a large layer takes a while
@@ -52,7 +53,8 @@ def layers_image(
     for layer in layers:
         if not os.path.isdir(layer):
             raise ImageError(f"sandbox layer {layer} is not a directory")
-    tag = _digest(client.inspect_image(image)["Id"], layers, seeded)
+    number = client.inspect_image(image)["Id"]
+    tag = _digest(number, layers, seeded)
     if client.images(name=f"{REPOSITORY}:{tag}", quiet=True):
         return f"{REPOSITORY}:{tag}"
     try:  # by its name from the first request on: the answer to that may be lost
@@ -63,7 +65,8 @@ def layers_image(
             _refuse_hidden(patient, name, image, seeded)
         for layer in reversed(layers):
             put_layer(patient, name, layer, seeded)
-        patient.commit(name, repository=REPOSITORY, tag=tag)
+        changes = f"LABEL {LABEL_BASE}={number}"
+        patient.commit(name, repository=REPOSITORY, tag=tag, changes=changes)
     except BaseException:
         with contextlib.suppress(Exception):
             remove(name)

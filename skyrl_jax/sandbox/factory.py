@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 from skyrl_jax.core.config import LOCAL_ACTOR, ActorConfig, SandboxConfig
@@ -12,6 +13,7 @@ from skyrl_jax.sandbox.docker import DockerProvider
 from skyrl_jax.sandbox.docker_daemon import DockerOptions
 from skyrl_jax.sandbox.fleet import FleetProvider
 from skyrl_jax.sandbox.host_process import TOKEN_VARIABLE, read_token
+from skyrl_jax.sandbox.image_store import ImageOptions
 from skyrl_jax.sandbox.images import base_image
 from skyrl_jax.sandbox.pool import OpenProvider, WarmPool
 from skyrl_jax.sandbox.process import ProcessProvider
@@ -53,10 +55,23 @@ def _backend(cfg: SandboxConfig, run_id: str, cache_dir: Path, actor: ActorConfi
             connections=cfg.docker_connections,
             call_timeout_s=cfg.docker_timeout_s,
         )
-        return DockerProvider(run_id=run_id, cache_dir=cache_dir, options=options)
+        images = ImageOptions(
+            mirror=cfg.image_mirror,
+            login_file=cfg.image_login_file,
+            disk_gb=cfg.image_disk_gb,
+            pulls=cfg.image_pulls,
+            pull_timeout_s=cfg.image_pull_timeout_s,
+        )
+        return DockerProvider(
+            run_id=run_id, cache_dir=cache_dir, options=options, images=images, say=_say
+        )
     if cfg.backend == "process":
         return ProcessProvider(run_id=run_id, cache_dir=cache_dir)
     raise ConfigError(f"sandbox.backend is {cfg.backend!r}: use bwrap, docker, process or remote")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def resolve_image(cfg: SandboxConfig, cache_dir: Path, actor: ActorConfig = LOCAL_ACTOR) -> str:

@@ -84,14 +84,17 @@ class Harness:
         return Canaries(passing=ids[good], failing=ids[bad]), path, text
 
 
-def harness_grading(row: SweRow, harness: Harness, diff: str, excluded: Sequence[str]) -> Grading:
+def harness_grading(
+    row: SweRow, harness: Harness, diff: str, excluded: Sequence[str] | None
+) -> Grading:
     """Plan the grading of a real row: the files of test_patch are restored, then it is applied.
 
     Args:
         row: the task.
         harness: how its tests run.
         diff: the submission.
-        excluded: PASS_TO_PASS tests that the approximate tree cannot run.
+        excluded: PASS_TO_PASS tests that the approximate tree cannot run; ``None``: the tree is the
+            row's own.
     """
     paths = touched_paths(row.test_patch)
     tests = [path for path in paths if path.endswith(".py") and _is_test(path)]
@@ -107,11 +110,11 @@ def harness_grading(row: SweRow, harness: Harness, diff: str, excluded: Sequence
     operations.append(("exec", "\0".join(harness.command([*tests, path])).encode()))
     expectation = Expectation(
         fail_to_pass=row.fail_to_pass,
-        pass_to_pass=tuple(name for name in row.pass_to_pass if name not in set(excluded)),
+        pass_to_pass=tuple(name for name in row.pass_to_pass if name not in set(excluded or ())),
         canaries=canaries,
         nonce=make_nonce(),
         parent_facts=harness.kind == "pytest",
-        extra={"approximate": True, "p2p_excluded": len(excluded)},
+        extra={} if excluded is None else {"approximate": True, "p2p_excluded": len(excluded)},
     )
     return Grading(operations=tuple(operations), expectation=expectation)
 

@@ -58,11 +58,17 @@ class TreeRecipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """A tree that is ready: layers for the sandbox (first on top) and its only commit."""
+    """A tree that is ready: layers for the sandbox (first on top) and its only commit.
+
+    ``image``: the row's own container image, which holds the tree itself; such a tree is exact.
+    ``path``: a folder of that image with the task's Python, for PATH.
+    """
 
     recipe: TreeRecipe
     layers: tuple[str, ...]
     commit: str
+    image: str = ""
+    path: str = ""
 
 
 def load_recipes(path: Path = TREES) -> dict[str, TreeRecipe]:
