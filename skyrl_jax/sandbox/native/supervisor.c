@@ -32,6 +32,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "filter.h"
 #include "wire.h"
 
 enum { MODE_PID1, MODE_PIDNS, MODE_SUBREAPER };
@@ -119,7 +120,9 @@ static void drop_capabilities(void) {
 static void drop_privileges(void) {
     if (uid >= 0 && (setgroups(0, NULL) || setresgid(uid, uid, uid) || setresuid(uid, uid, uid)))
         fail_child("cannot change the user");
-    if (mode != MODE_SUBREAPER) drop_capabilities();
+    if (mode == MODE_SUBREAPER) return;
+    drop_capabilities();
+    if (install_filter()) fail_child("cannot filter system calls");
 }
 
 static void prefer_for_oom(void) {
