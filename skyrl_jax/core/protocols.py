@@ -133,6 +133,18 @@ class Sandbox(Protocol):
         ...
 
 
+class Snapshotting(Protocol):
+    """Takes the tree of a sandbox and makes others that have it (sandbox/snapshot.py)."""
+
+    async def snapshot(self, box: Sandbox, spec: SandboxSpec) -> Any:
+        """Return what lies in ``spec.workdir`` now; no command may run."""
+        ...
+
+    async def restore(self, snapshot: Any) -> Sandbox:
+        """Start a fresh sandbox of the same spec with that tree."""
+        ...
+
+
 @runtime_checkable
 class Pinged(Protocol):
     """A sandbox that can be asked for a sign of life without starting a process in it."""

@@ -188,7 +188,7 @@ class DockerProvider(ContainerMaker):
         """Return the labels by which a reaper knows a container's owner."""
         return {LABEL_RUN: self._run, LABEL_HOST: boot_id(), LABEL_UID: str(os.geteuid())}
 
-    def prepare(self, spec: SandboxSpec) -> tuple[str, socket.socket]:
+    def make(self, spec: SandboxSpec) -> tuple[str, socket.socket]:
         """Create a container of an image that has the layers, attach; nothing runs yet."""
         name = self._name()
         try:

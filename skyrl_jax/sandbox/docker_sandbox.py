@@ -45,7 +45,7 @@ class ContainerMaker(DaemonConnection):
         """Return the labels by which a reaper knows a container's owner."""
         raise NotImplementedError
 
-    def prepare(self, spec: SandboxSpec) -> tuple[str, socket.socket]:
+    def make(self, spec: SandboxSpec) -> tuple[str, socket.socket]:
         """Create a container and attach to it."""
         raise NotImplementedError
 
@@ -119,7 +119,7 @@ class DockerSandbox:
             image = await provider.layered(spec, again=last)
             try:
                 return await provider.call(
-                    provider.prepare,
+                    provider.make,
                     dataclasses.replace(spec, image=image, layers=()),
                     late=provider.drop,
                 )

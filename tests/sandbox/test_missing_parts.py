@@ -222,11 +222,11 @@ def test_a_container_that_comes_too_late_is_removed(
     ours, theirs = socket.socketpair()
     removed: list[str] = []
 
-    def prepare(spec: SandboxSpec) -> tuple[str, socket.socket]:
+    def make(spec: SandboxSpec) -> tuple[str, socket.socket]:
         time.sleep(0.5)
         return "late", ours
 
-    monkeypatch.setattr(provider, "prepare", prepare)
+    monkeypatch.setattr(provider, "make", make)
     monkeypatch.setattr(provider, "remove", removed.append)
 
     async def run() -> None:
