@@ -162,7 +162,7 @@ def test_docker_refuses_what_it_cannot_do(docker: Backend) -> None:
     async def run() -> None:
         async with docker.make() as provider:
             with pytest.raises(ImageError, match="no-such-image"):
-                await provider.create(docker.spec(image="no-such-image:never"))
+                await provider.create(docker.spec(image="skyrl-none:never"))
             with pytest.raises(ImageError, match="no-such-layer"):
                 await provider.create(docker.spec(layers=("/no-such-layer",)))
             with pytest.raises(InfraError, match="disk"):
