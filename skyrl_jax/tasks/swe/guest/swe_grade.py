@@ -7,15 +7,16 @@ The request is a list of operations, each two length-framed byte strings (name a
     restore PATH     the file as committed (or gone when it was not)
     wipe PATH        remove a file or folder
     write PATH       write a file
-    restore_config   what the submission did to files that steer a test program, but for the
-                     NUL-separated paths given, is undone
+    restore_config   what the submission did to files that steer a test program or lie among the
+                     tests, but for the NUL-separated paths given, is undone
     run              light runner on NUL-separated test files
     check            sealed tests: path, imports and calls, NUL-separated (see swe_check.py)
     exec             a NUL-separated command line
 
 After each run the parent prints ``REPORT <nonce> <state> <exit code> <facts>``; the nonce follows
 the operations on stdin and is read only after the tests have ended, so code under test (whose
-standard input is closed) does not have it. What sealed tests expect comes the same way, before it.
+standard input is closed) does not have it; this process's memory and descriptors are closed to it.
+What sealed tests expect comes the same way, before it.
 """
 
 import os
@@ -36,6 +37,9 @@ STEERING = (
     "sitecustomize.py",
     "usercustomize.py",
 )
+# SWE-bench's own split: what has such a word in its path belongs to the test patch, so no repair
+# needs it, and hidden tests import helpers from there.
+TESTS = ("test", "tests", "testing", "e2e")
 GIT = (
     "git",
     "-c",
@@ -187,14 +191,37 @@ def _capture(argv, data=b""):
     return found
 
 
+def steers(path):
+    """Say whether a file can steer a test program, or lies among the tests."""
+    parts = path.lower().split("/")
+    name = parts[-1]
+    return (
+        name in STEERING
+        or name.endswith((".pth", ".pyc", "_test.py"))
+        or name.startswith("test_")
+        or any(part in TESTS for part in parts)
+        # an installed package's record: its entry points are loaded as plugins
+        or any(part.endswith((".dist-info", ".egg-info")) for part in parts)
+    )
+
+
+def _through_link(path):
+    parts = path.split("/")
+    return any(os.path.islink("/".join(parts[:count])) for count in range(1, len(parts)))
+
+
 def _restore_config(diff, kept):
     """Undo what a diff, as git itself reads it, did to the files that steer a test program."""
     counted = _capture((*GIT, "apply", "--numstat", "-z", "-"), diff).split(b"\0")
     gone = (*GIT, "diff", "--name-only", "-z", "--no-renames", "--diff-filter=DT", "HEAD")
     names = [line.split(b"\t", 2)[-1] for line in counted] + _capture(gone).split(b"\0")
-    for path in sorted({os.fsdecode(name) for name in names} - set(kept)):
-        if os.path.basename(path) in STEERING or path.endswith((".pth", ".pyc")):
-            _restore(path)
+    paths = {os.fsdecode(name) for name in names} - set(kept)
+    steering = sorted(path for path in paths if steers(path))
+    for path in steering:  # a link in place of a folder comes before what lay in the folder
+        if not _through_link(path):
+            _wipe(path)
+    listed = b"".join(os.fsencode(path) + b"\0" for path in steering)
+    _spawn((*GIT, "checkout-index", "-f", "-q", "-z", "--stdin"), listed, quiet=True)
 
 
 def _apply(value, refused):
@@ -236,4 +263,5 @@ _RUNS = {
 
 def main():
     """Read the request, do it, return the exit code."""
+    swe_check.close_memory()
     return perform(read_request())
