@@ -13,8 +13,10 @@ prompt_tokens the longest prompt: sessions grow to --prompt_tokens in --turns tu
 lost          answers that did not come, turns that a closed session's record lacks
 crossed       answers or recorded turns of another session or turn, or other ids than the generator
               returned
-rss_mb        of the server: before the first session, with the most sessions open, after the last
-              was closed; "alive" = closed sessions that are still in memory
+rss_mb        of the server: before the first session, after a round of one session a seat that is
+              not measured, with the most sessions open, after the last was closed. What the whole
+              load leaves beside that round's heap is at most 8 MB; "alive" = closed sessions that
+              are still in memory
 cpu           seconds of CPU of the server and of the client / seconds, of one core each
 
 The server (gateway and fake generator) and the client are a process each. A session's agent waits
@@ -57,6 +59,7 @@ from skyrl_jax.generation import tokenizer as bpe  # noqa: E402
 from skyrl_jax.generation.renderer import ChatMLRenderer  # noqa: E402
 
 P50_MS, P99_MS = 5.0, 50.0
+LEFT_MB = 8.0
 CALL = "<function=bash>\n<parameter=command>make test</parameter>\n</function>"
 ANSWER_TOKENS = 200
 START_S = 60.0
@@ -287,6 +290,9 @@ async def load(options: argparse.Namespace, base: str) -> dict[str, Any]:
                 return body
 
         before = await stats("1")
+        first = Agent(argparse.Namespace(**{**vars(options), "think": 0.0}), http, base)
+        await asyncio.gather(*(first.play(f"first{n}", n / 64) for n in range(options.sessions)))
+        warm = await stats("1")
         agent = Agent(options, http, base)
         begun, cpu = time.perf_counter(), time.process_time()
         most = 0.0
@@ -311,7 +317,10 @@ async def load(options: argparse.Namespace, base: str) -> dict[str, Any]:
         watching.cancel()
         cpu = time.process_time() - cpu
         after = await stats("1")
-    return figures(agent, options, seconds, cpu, before, {**after, "most": most})
+    agent.lost += first.lost
+    agent.crossed += first.crossed
+    memory = {"before": before["rss_mb"], "warm": warm["rss_mb"], "most": most}
+    return figures(agent, options, seconds, cpu, {**memory, "after": after["rss_mb"]}, warm, after)
 
 
 def figures(
@@ -319,6 +328,7 @@ def figures(
     options: argparse.Namespace,
     seconds: float,
     cpu_s: float,
+    memory: dict[str, float],
     before: dict[str, Any],
     after: dict[str, Any],
 ) -> dict[str, Any]:
@@ -330,6 +340,7 @@ def figures(
         overhead["p50"] < P50_MS
         and overhead["p99"] < P99_MS
         and not (agent.lost or agent.crossed or after["alive"] or after["open"])
+        and memory["after"] - memory["warm"] <= LEFT_MB
         and after["longest"] >= 0.95 * options.prompt_tokens
     )
     return {
@@ -344,11 +355,7 @@ def figures(
         "prompt_tokens": after["longest"],
         "lost": agent.lost,
         "crossed": agent.crossed,
-        "rss_mb": {
-            "before": before["rss_mb"],
-            "most": after["most"],
-            "after": after["rss_mb"],
-        },
+        "rss_mb": memory,
         "alive": after["alive"],
         "cpu": {
             "server": round((after["cpu_s"] - before["cpu_s"]) / seconds, 3),

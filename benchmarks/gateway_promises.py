@@ -32,6 +32,7 @@ HISTORIES = (
 )
 DOOR = (
     "tests/gateway/test_front.py",
+    "tests/gateway/test_refused.py",
     "tests/gateway/test_session.py",
     "tests/gateway/test_sockets.py",
     "tests/gateway/test_memory.py",
@@ -53,13 +54,13 @@ AGENTS = (
 )
 REFUSED = (
     # malformed JSON, NaN temperature, 10 MB
-    "tests/gateway/test_front.py::test_bad_input_is_refused_and_the_server_goes_on",
+    "tests/gateway/test_refused.py::test_bad_input_is_refused_and_the_server_goes_on",
     # unknown role, tool message without call, image parts
-    "tests/gateway/test_front.py::test_a_wrong_message_is_refused_and_the_server_goes_on",
-    "tests/gateway/test_front.py::test_a_wrong_key_is_refused_and_the_server_goes_on",
-    "tests/gateway/test_front.py::test_a_session_used_by_two_clients_at_once_mixes_nothing",
-    "tests/gateway/test_front.py::test_a_large_body_in_chunks_is_refused_too",
-    "tests/gateway/test_front.py::test_a_large_body_is_refused_before_it_is_sent",
+    "tests/gateway/test_refused.py::test_a_wrong_message_is_refused_and_the_server_goes_on",
+    "tests/gateway/test_refused.py::test_a_wrong_key_is_refused_and_the_server_goes_on",
+    "tests/gateway/test_refused.py::test_a_session_used_by_two_clients_at_once_mixes_nothing",
+    "tests/gateway/test_refused.py::test_a_large_body_in_chunks_is_refused_too",
+    "tests/gateway/test_refused.py::test_a_large_body_is_refused_before_it_is_sent",
     "tests/gateway/test_front.py::test_a_gateway_with_a_key_wants_one",
     "tests/gateway/clients/test_openai.py::test_errors",
     "tests/gateway/clients/test_anthropic.py::test_errors",
@@ -89,7 +90,7 @@ PROVED: tuple[tuple[str, str, tuple[str, ...]], ...] = (
 )
 COST_RATIO = 1.5
 TEMPLATES = 72  # in the wheel of trl 1.16.0
-LOAD_S, P50_MS, P99_MS = 180, 5.0, 50.0
+LOAD_S, P50_MS, P99_MS, LEFT_MB = 180, 5.0, 50.0, 8.0
 LANE_LIMIT_S = 25 * 60
 
 
@@ -145,6 +146,7 @@ def load(clone: Clone, figures: Mapping[str, Any]) -> Outcome:
         ran.status == 0
         and found["held"] is True
         and (found["sessions"], found["turns"]) == (256, 20)
+        and found["rss_mb"]["after"] - found["rss_mb"]["warm"] <= LEFT_MB
         and found["lost"] == found["crossed"] == found["alive"] == 0
         and found["seconds"] >= LOAD_S
         and found["requests"] >= 256 * 20

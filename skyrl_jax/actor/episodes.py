@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -215,11 +216,12 @@ class _Attempt:
         self, status: Status, reason: str, recorder: _Recorder, messages: Sequence[Message]
     ) -> Episode:
         """Build the episode that no agent could return, from what was recorded."""
+        turns, said = recorder.record(messages)
         return Episode(
             task_id=self.task.task_id,
             sample_index=self.sample_index,
-            messages=tuple(messages),
-            turns=tuple(recorder.turns),
+            messages=said,
+            turns=turns,
             status=status,
             reason=reason,
             submission=None,
@@ -325,6 +327,29 @@ class _Recorder:
         self._generator = generator
         self.turns: list[Turn] = []
         self.temperature = 1.0
+        self._kept: tuple[tuple[Turn, ...], tuple[Message, ...]] | None = None
+
+    def keep(self, turns: Sequence[Turn], messages: Sequence[Message]) -> None:
+        """Keep an agent's own record of its calls."""
+        self._kept = tuple(turns), tuple(messages)
+
+    def record(self, messages: Sequence[Message]) -> tuple[tuple[Turn, ...], tuple[Message, ...]]:
+        """Return turns that hold every sampled token, and the history: the agent's own, or these.
+
+        What an agent's record lacks was no good to it: such tokens are counted, never trained.
+        """
+        if self._kept is None:
+            return tuple(self.turns), tuple(messages)
+        turns, said = self._kept
+        held = Counter(turn.completion.token_ids for turn in turns)
+        beside: list[Turn] = []
+        for turn in self.turns:
+            ids = turn.completion.token_ids
+            held[ids] -= 1
+            if held[ids] < 0:
+                blank = replace(turn.completion, logprobs=(0.0,) * len(ids))
+                beside.append(replace(turn, completion=blank, kind="aux"))
+        return (*turns, *beside), said
 
     @property
     def sampled_tokens(self) -> int:

@@ -15,8 +15,6 @@ from __future__ import annotations
 import asyncio
 import json
 import os
-import socket
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,10 +23,10 @@ from typing import Any, Self
 
 from skyrl_jax.core.errors import DataError
 from skyrl_jax.core.protocols import ExecResult, Shell
+from skyrl_jax.gateway.sockets import peer_uid
 
 MAX_CALL = 4 << 20  # bytes of one call
-_READ_TIMEOUT_S = 30.0
-_PEER = struct.Struct("3i")  # struct ucred: pid, uid, gid
+_READ_TIMEOUT_S = _WRITE_TIMEOUT_S = 30.0
 TIMED_OUT = 124  # the exit code of coreutils' timeout
 _BYTES = "surrogateescape"  # how JSON carries bytes that are no text
 
@@ -104,9 +102,10 @@ class CommandSocket:
             answer = await self._answer(reader)
             if answer is not None:
                 writer.write(json.dumps(answer).encode() + b"\n")
-                await writer.drain()
-        except ConnectionError:
-            return  # the caller is gone
+                async with asyncio.timeout(_WRITE_TIMEOUT_S):
+                    await writer.drain()
+        except (ConnectionError, TimeoutError):
+            return  # the caller is gone, or does not read
         finally:
             self._calls.discard(task)
             writer.close()
@@ -147,13 +146,6 @@ class CommandSocket:
             if not work.done():
                 work.cancel()
                 await asyncio.wait({work}, timeout=5.0)
-
-
-def peer_uid(connection: socket.socket) -> int:
-    """Return the uid of the process at the other end of a unix socket, as this host knows it."""
-    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size)
-    uid: int = _PEER.unpack(raw)[1]
-    return uid
 
 
 def read_call(line: bytes) -> Call:

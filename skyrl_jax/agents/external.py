@@ -35,6 +35,7 @@ from skyrl_jax.core.protocols import (
     Environment,
     ExecResult,
     Generator,
+    Recorder,
     Sandbox,
     SandboxSpec,
     Shell,
@@ -48,6 +49,7 @@ from skyrl_jax.gateway.session import Session
 GUEST = Path(__file__).parent / "guest"
 GATEWAY = "gateway/v1.sock"  # in the shared folder; a folder of its own, which is the program's
 _SHOWN = 2000  # characters of a program's last words in a message
+_CANCEL_S = 20.0  # for a program's command to end; its sandbox is destroyed after that anyway
 _MARGIN_S = 60.0  # a program's sandbox outlives its time limit by this
 
 
@@ -159,6 +161,8 @@ class ExternalAgent:
                 ended = await self._play(session, environment, folder)
             finally:
                 recorded = await session.close()
+                if isinstance(generator, Recorder):  # also for an end by an error or a deadline
+                    generator.keep(recorded.turns, recorded.messages)
         turns = recorded.for_training()
         status, reason = self._ending(ended, recorded, counted.calls)
         return Episode(
@@ -194,7 +198,7 @@ class ExternalAgent:
                 return work.result()
             finally:
                 work.cancel()
-                await asyncio.wait({work})
+                await asyncio.wait({work}, timeout=_CANCEL_S)
 
     async def _execute(self, box: Sandbox) -> ExecResult:
         argv = [part.replace("{shared}", SHARED) for part in self.program.argv]

@@ -6,7 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from skyrl_jax.core.types import Completion, Episode, Message, SamplingParams, Score, Task, ToolCall
+from skyrl_jax.core.types import (
+    Completion,
+    Episode,
+    Message,
+    SamplingParams,
+    Score,
+    Task,
+    ToolCall,
+    Turn,
+)
 
 SHARED = "/.skyrl/host"  # where SandboxSpec.shared is seen
 
@@ -22,6 +31,19 @@ class Generator(Protocol):
         Raises:
             GenerationError: the server refused, died, or broke the contract.
         """
+        ...
+
+
+@runtime_checkable
+class Recorder(Protocol):
+    """A Generator that records an episode's calls, and can be told what they were.
+
+    Call by call it cannot tell work from calls beside it, or where a history forked. An agent that
+    knows (the gateway's record) says so before it ends, by whatever error or cancellation.
+    """
+
+    def keep(self, turns: Sequence[Turn], messages: Sequence[Message]) -> None:
+        """Take these turns and this history for the episode, should it end without a result."""
         ...
 
 

@@ -42,18 +42,52 @@ class Task:
     payload: Mapping[str, Any] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class ToolCall:
     """A call the model asked for.
 
     ``arguments`` are JSON values (the text forms of calls give strings only). ``id`` is what a
-    client calls it by; two calls that differ in nothing else are equal.
+    client calls it by; two calls that differ in nothing else are equal. Arguments compare as JSON:
+    1 is 1.0 and is not true.
     Example: ``ToolCall(name="bash", arguments={"command": "ls"})``.
     """
 
     name: str
     arguments: Mapping[str, Any]
-    id: str = field(default="", compare=False)
+    id: str = ""
+
+    def __eq__(self, other: object) -> bool:
+        """Compare names and JSON values."""
+        if not isinstance(other, ToolCall):
+            return NotImplemented
+        return self.name == other.name and _json_equal(self.arguments, other.arguments)
+
+    def __hash__(self) -> int:
+        """Hash the name: arguments are mappings."""
+        return hash(self.name)
+
+
+def _json_equal(one: Any, other: Any) -> bool:
+    """Return whether two JSON values are the same; for Python alone True == 1 as well.
+
+    A model nests as deep as it likes: no recursion.
+    """
+    todo = [(one, other)]
+    while todo:
+        left, right = todo.pop()
+        if left is right:
+            continue
+        if isinstance(left, Mapping) and isinstance(right, Mapping):
+            if left.keys() != right.keys():
+                return False
+            todo += [(value, right[name]) for name, value in left.items()]
+        elif isinstance(left, list | tuple) and isinstance(right, list | tuple):
+            if len(left) != len(right):
+                return False
+            todo += zip(left, right, strict=True)
+        elif isinstance(left, bool) != isinstance(right, bool) or left != right:
+            return False
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

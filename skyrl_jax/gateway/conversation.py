@@ -25,6 +25,7 @@ from skyrl_jax.gateway.forks import cause
 from skyrl_jax.gateway.graph import Call, Graph, Match
 from skyrl_jax.gateway.matching import EXACT, likeness
 
+LACKING = "lacking"  # kind of a call that cannot be trained: context alone, whoever uses it
 _RECENT = 8  # ends that are found without a walk from the root: sub-agents take turns
 
 RendererFor = Callable[[tuple[ToolDef, ...]], Renderer]
@@ -109,6 +110,7 @@ class Conversation:
         self._graph = Graph()
         self._families: list[_Family] = []
         self._ends: list[_End] = []  # the latest last
+        self._ambiguous = False  # whether a history can stand below two calls of one parent
         self._replays: Counter[str] = Counter()
 
     def place(self, messages: Sequence[Message], tools: Sequence[ToolDef] = ()) -> Placement:
@@ -166,14 +168,15 @@ class Conversation:
             placement: of this conversation.
             completion: the engine's answer to ``placement.prompt_ids``.
             message: what it was parsed to, as the client will get it.
-            kind: "aux" marks a call that is no work of the agent.
+            kind: AUX marks a call that is no work of the agent, unless one of its work goes on from
+                it; LACKING one that can never be trained.
             timings: seconds, for the Turn.
 
         Raises:
             DataError: the completion cannot be trained, or ``kind`` is unknown.
         """
         number = len(self._graph.calls)
-        if kind not in (AGENT, AUX):
+        if kind not in (AGENT, AUX, LACKING):
             raise DataError(f"call {number}: kind {kind!r} is neither {AGENT!r} nor {AUX!r}")
         check_completion(completion, f"call {number}")
         family = self._family(placement.tools)
@@ -191,15 +194,31 @@ class Conversation:
             fork=placement.fork or self._late_fork(above),
             timings=dict(timings or {}),
         )
+        siblings = family.roots if above is None else above.children
+        self._ambiguous = self._ambiguous or self._graph.ambiguous(siblings, call)
         self._graph.calls.append(call)
-        (family.roots if above is None else above.children).append(number)
+        siblings.append(number)
         if placement.how not in ("", EXACT):
             self._replays[f"replayed_{placement.how}"] += 1
         if placement.uses is not None:
             for used in self._graph.path(self._graph.calls[placement.uses]):
                 used.used = True
+        if kind == AGENT and above is not None:
+            self._claim(above)
         self._remember(call, family, placement)
         return number
+
+    def claim(self, number: int) -> None:
+        """Make a marked call, and those that it continues, work of the agent after all."""
+        self._claim(self._graph.calls[number])
+
+    def _claim(self, call: Call) -> None:
+        at: Call | None = call
+        while at is not None and at.mark != AGENT:
+            above = None if at.parent is None else self._graph.calls[at.parent]
+            if at.mark == AUX:
+                at.mark, at.fork = AGENT, at.fork or self._late_fork(above)
+            at = above
 
     def turns(self) -> tuple[Turn, ...]:
         """Return all calls as Turns, in the order of their answers, with their whole prompts."""
@@ -259,8 +278,11 @@ class Conversation:
         return family
 
     def _find(self, family: _Family, history: tuple[Message, ...]) -> Match:
-        """Look at the latest ends first: a history that only grew is not walked from its root."""
-        for end in reversed(self._ends):
+        """Look at the latest ends first: a history that only grew is not walked from its root.
+
+        Where it could stand below two calls, an end below one of them may not be the longest match.
+        """
+        for end in () if self._ambiguous else reversed(self._ends):
             size = len(end.sent)
             if end.family is family and size < len(history) and history[:size] == end.sent:
                 how = likeness(end.call.answer, history[size])
@@ -302,7 +324,7 @@ class Conversation:
 
     def _ids(self, call: Call) -> array[int]:
         """Return all tokens of a call, its completion included. Not to be changed."""
-        for end in reversed(self._ends):
+        for end in () if self._ambiguous else reversed(self._ends):
             if end.call is call:
                 return end.ids
         ids = array("i")
@@ -314,7 +336,7 @@ class Conversation:
     def _remember(self, call: Call, family: _Family, placement: Placement) -> None:
         """Keep the call as an end; one of the work stands in for the end that it continues."""
         above = next((end for end in self._ends if end.call.number == call.parent), None)
-        if above is None or call.mark == AUX:
+        if above is None or call.mark != AGENT:
             ids = placement.prompt_ids[:]
         else:
             self._ends.remove(above)
@@ -351,7 +373,7 @@ class Conversation:
 
         def beside(call: Call) -> bool:
             untold = tools_expected and not call.with_tools and not call.used
-            return call.mark == AUX or untold
+            return call.mark != AGENT or untold
 
         return [AUX if beside(call) else AGENT for call in calls]
 

@@ -4,9 +4,21 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from typing import Any
 
 from skyrl_jax.gateway.calls import Answer
+
+
+@dataclass(slots=True, kw_only=True)
+class Mark:
+    """What a call is: of the work, or beside it, until the agent asks for its answer as well.
+
+    ``number`` is its place in the conversation, once it is recorded.
+    """
+
+    kind: str
+    number: int | None = None
 
 
 class Flight:
@@ -17,8 +29,9 @@ class Flight:
     at the server. An answer that is there stays for replays.
     """
 
-    def __init__(self, work: Coroutine[Any, Any, Answer]) -> None:
-        """Start ``work``, which has a deadline of its own."""
+    def __init__(self, work: Coroutine[Any, Any, Answer], mark: Mark) -> None:
+        """Start ``work``, which has a deadline of its own and records itself as ``mark`` says."""
+        self.mark = mark
         self._task = asyncio.get_running_loop().create_task(work)
         self._task.add_done_callback(_looked_at)
         self._waiting = 0

@@ -11,6 +11,7 @@ import hashlib
 import logging
 import re
 import uuid
+import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -29,7 +30,7 @@ from skyrl_jax.gateway.keys import Sessions, check_socket_key
 from skyrl_jax.gateway.parts import Repeat
 from skyrl_jax.gateway.refusals import PASSING, Cause, Refused
 from skyrl_jax.gateway.session import Session
-from skyrl_jax.gateway.sockets import Handler, peer_uid
+from skyrl_jax.gateway.sockets import Handler, caller_uid
 
 _log = logging.getLogger(__name__)
 KIND_HEADER = "X-Call-Kind"  # "aux": no work of the agent
@@ -133,13 +134,20 @@ class Front:
         return await self._handle(request, lambda name: self._sessions.find(request.headers, name))
 
     def on_socket(self, session: Session, uid: int, need_key: bool) -> Handler:
-        """Return the handler of a session's own socket: that session alone, for one uid."""
+        """Return the handler of a session's own socket: that session alone, for one uid.
+
+        It holds the session weakly: aiohttp's servers are cycles, and a record is large.
+        """
+        known = weakref.ref(session)
 
         async def handle(request: web.BaseRequest) -> web.StreamResponse:
             def find(name: str | None) -> Session:
-                caller = peer_uid(request)
+                caller = caller_uid(request)
                 if caller is None:
                     raise ConnectionResetError("the peer has gone")
+                session = known()
+                if session is None:
+                    raise Refused(Cause.CLOSED, "the session is closed")
                 if caller != uid:
                     session.note("refused_peers")
                     raise Refused(Cause.PEER, "this socket is not for your process")

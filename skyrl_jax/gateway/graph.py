@@ -10,9 +10,9 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from skyrl_jax.batching.sequences import AUX
+from skyrl_jax.batching.sequences import AGENT
 from skyrl_jax.core.types import Completion, Message
-from skyrl_jax.gateway.matching import agreeing, likeness
+from skyrl_jax.gateway.matching import agreeing, likeness, mistakable
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -27,7 +27,7 @@ class Call:
         answer: what the completion was parsed to.
         depth: messages up to the answer, which is one of them.
         with_tools: whether it offered tools to the model.
-        mark: "agent", or "aux" where the caller said so.
+        mark: "agent", or "aux" where the caller said so, or "lacking".
         fork: why a row begins here, "" where it goes on.
         children: numbers of the calls that continue it.
         used: its answer stands in the history of a call with other tools.
@@ -101,7 +101,13 @@ class Graph:
         """Return whether a history continues a call that no work of the agent continued yet."""
         if match.call is None:
             return False
-        return all(self.calls[number].mark == AUX for number in match.call.children)
+        return all(self.calls[number].mark != AGENT for number in match.call.children)
+
+    def ambiguous(self, siblings: Sequence[int], call: Call) -> bool:
+        """Return whether one history can go on from this call and from another of its parent."""
+        ours = (*call.added, call.answer)
+        others = (self.calls[number] for number in siblings)
+        return any(all(map(mistakable, ours, (*other.added, other.answer))) for other in others)
 
     def path(self, call: Call) -> list[Call]:
         """Return the calls from the root down to this one."""

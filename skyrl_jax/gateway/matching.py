@@ -1,13 +1,15 @@
 """Is the message a client sent the one that is stored? And if not, what did it change?
 
 Clients replay their history with other tool-call ids, without reasoning, with the whitespace at the
-edges cut. None of that is a change: the turn was sampled once and its stored tokens stay. Other
-content, other calls, or reasoning that differs instead of being left out is one.
+edges of an answer cut. None of that is a change: the turn was sampled once and its stored tokens
+stay. Other content, other calls, or reasoning that differs instead of being left out is one; so is
+any other character in a message that the client wrote itself.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from skyrl_jax.core.types import Message
 
@@ -30,13 +32,21 @@ def likeness(stored: Message, sent: Message) -> str:
         return ""
     how = EXACT
     if stored.content != sent.content:
-        if stored.content.strip() != sent.content.strip():
+        if stored.role != "assistant" or stored.content.strip() != sent.content.strip():
             return ""
         how = TRIMMED
     ours, theirs = (stored.reasoning or "").strip(), (sent.reasoning or "").strip()
     if ours == theirs:
         return how
     return "" if theirs else UNREASONED
+
+
+def mistakable(one: Message, other: Message) -> bool:
+    """Return whether a client could send one message that is like both."""
+    if one is other:
+        return True
+    bare = replace(other, reasoning=None)
+    return bool(likeness(replace(one, reasoning=None), bare))
 
 
 def agreeing(stored: Sequence[Message], sent: Sequence[Message]) -> int:

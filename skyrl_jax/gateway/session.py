@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_jax.agents.seeds import derive_seed
+from skyrl_jax.batching.sequences import AGENT, AUX
 from skyrl_jax.core.errors import DataError, GenerationError, HostError, InfraError
 from skyrl_jax.core.types import (
     LOGPROB_CEILING,
@@ -36,10 +37,10 @@ from skyrl_jax.gateway.calls import (
     Recorded,
     evaluation_only,
 )
-from skyrl_jax.gateway.conversation import Conversation, Placement
+from skyrl_jax.gateway.conversation import LACKING, Conversation, Placement
 from skyrl_jax.gateway.dialects.base import Dialect
 from skyrl_jax.gateway.digests import Digests
-from skyrl_jax.gateway.flight import Flight
+from skyrl_jax.gateway.flight import Flight, Mark
 from skyrl_jax.gateway.memory import Memory
 from skyrl_jax.gateway.parts import NOT_NAMED, Listener, Repeat, SessionParts
 from skyrl_jax.gateway.refusals import Cause, Refused
@@ -143,14 +144,14 @@ class Session:
         """Return the call that answers a request: one that there was already, or a new one."""
         self._check_open()
         if repeat.key and (found := self._by_name(repeat)) is not None:
-            return self._again(found)
+            return self._again(found, chat, aux)
         placement = self._place(chat)
         key = (self._digests.of(placement.prompt_ids), chat.max_tokens)
         flight = self._flights.get(key)
         if flight is not None and self._holds(flight, placement):
-            self._again(flight)
+            self._again(flight, chat, aux)
         else:
-            flight = self._begin(key, chat, placement, aux)
+            flight = self._begin(key, chat, placement, Mark(kind=AUX if aux else AGENT))
         if repeat.key:
             self._named[repeat.key] = (repeat.digest, flight)
             while len(self._named) > _NAMES:
@@ -177,12 +178,17 @@ class Session:
         # None: the answer was continued already, so that the agent came back for another one
         return self._conversation.retry(placement) is not None
 
-    def _again(self, flight: Flight) -> Flight:
+    def _again(self, flight: Flight, chat: ChatRequest, aux: bool) -> Flight:
         flight.replays += not flight.running
         self._counts["joined" if flight.running else "replayed"] += 1
+        if not aux and flight.mark.kind != AGENT:  # the agent asks as well: its answer is work
+            flight.mark.kind = AGENT
+            if flight.mark.number is not None:
+                self._conversation.claim(flight.mark.number)
+                self._messages = (*chat.messages, flight.task.result().message)
         return flight
 
-    def _begin(self, key: _Key, chat: ChatRequest, placement: Placement, aux: bool) -> Flight:
+    def _begin(self, key: _Key, chat: ChatRequest, placement: Placement, mark: Mark) -> Flight:
         limits = (self._parts.sampling.max_new_tokens, chat.max_tokens)
         wanted = min(limit for limit in limits if limit is not None)
         try:
@@ -195,7 +201,7 @@ class Session:
             raise
         self._note_asked(chat.asked)
         sampling = replace(self._parts.sampling, max_new_tokens=room, seed=self._seed(key))
-        flight = Flight(self._answer(key, chat, placement, sampling, "aux" if aux else "agent"))
+        flight = Flight(self._answer(key, chat, placement, sampling, mark), mark)
         self._flights[key] = flight
         return flight
 
@@ -214,13 +220,13 @@ class Session:
         chat: ChatRequest,
         placement: Placement,
         sampling: SamplingParams,
-        kind: str,
+        mark: Mark,
     ) -> Answer:
         try:
             begun = time.perf_counter()
             completion = await self._generate(placement.prompt_ids, sampling)
             timings = {"generate_s": time.perf_counter() - begun}
-            answer = self._record(chat, placement, completion, kind, timings)
+            answer = self._record(chat, placement, completion, mark, timings)
         except HostError as error:
             self._fail(key, error)
             text = f"generation failed ({error.cause}); the same request may be sent again"
@@ -232,7 +238,7 @@ class Session:
         self._spent.turns += 1
         self._draws[key] += 1
         self._faults.pop(key, None)  # a retry healed it: the agent got what it asked for
-        if kind == "agent":
+        if mark.kind == AGENT:
             self._limit = ""
             self._messages = (*chat.messages, answer.message)
         return answer
@@ -253,7 +259,7 @@ class Session:
         chat: ChatRequest,
         placement: Placement,
         completion: Completion,
-        kind: str,
+        mark: Mark,
         timings: Mapping[str, float],
     ) -> Answer:
         """Keep what was sampled, whatever it is, and make the answer of it."""
@@ -265,11 +271,13 @@ class Session:
         renderer = self._parts.renderer_for(chat.tools)
         message = renderer.parse(ids, "length" if aborted else completion.finish_reason)
         message = _with_call_ids(message)
-        kept = completion
+        kept, kind = completion, mark.kind
         if lacking:  # kept as context that nobody can train by mistake
-            self._lacking, kind = lacking, "aux"
+            self._lacking, kind = lacking, LACKING
             kept = replace(completion, logprobs=(0.0,) * len(ids))
-        self._conversation.record(placement, kept, message, kind=kind, timings=timings)
+        mark.number = self._conversation.record(
+            placement, kept, message, kind=kind, timings=timings
+        )
         if aborted:  # its partial tokens are on record, where batching drops them as abandoned
             raise self._aborted(completion)
         return Answer(

@@ -26,14 +26,17 @@ _STOP_S = 2.0
 Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
-def peer_uid(request: web.BaseRequest) -> int | None:
-    """Return the uid of the process at the other end, as seen from here; ``None``: it has gone."""
+def peer_uid(connection: socket.socket) -> int:
+    """Return the uid of the process at the other end of a unix socket, as this host knows it."""
+    raw = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(raw)[1])
+
+
+def caller_uid(request: web.BaseRequest) -> int | None:
+    """Return the uid of the process that sent a request; ``None``: it has gone."""
     transport = request.transport
     end = None if transport is None else transport.get_extra_info("socket")
-    if end is None:
-        return None
-    raw = end.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(raw)[1])
+    return None if end is None else peer_uid(end)
 
 
 class SocketListener:
@@ -60,7 +63,7 @@ class SocketListener:
         runner = web.ServerRunner(server, shutdown_timeout=_STOP_S)
         made = False
         try:
-            made = _folder(path.parent)
+            made = _folder(path.parent, uid)
             await runner.setup()
             await web.UnixSite(runner, str(path)).start()
             path.chmod(0o600)
@@ -80,19 +83,20 @@ class SocketListener:
             self._path.parent.rmdir()
 
 
-def _folder(folder: Path) -> bool:
+def _folder(folder: Path, uid: int) -> bool:
     """Make the socket's folder, closed to everybody else; return whether it was not there.
 
-    A folder that is there stays as it is (it may be anybody's), but must not let others put a
-    socket of their own in our place.
+    A folder that is there stays as it is, but must not let others put a socket of their own in our
+    place: nobody but root, ourselves and the agent may own it, and nobody else may write to it.
     """
     try:
         folder.mkdir(mode=0o700, parents=True)
     except FileExistsError:
-        if stat.S_IMODE(folder.stat().st_mode) & 0o022:
+        found = folder.stat()
+        if stat.S_IMODE(found.st_mode) & 0o022 or found.st_uid not in (0, os.geteuid(), uid):
             raise ConfigError(
                 f"socket folder {folder} can be written by others; name one that is not there yet, "
-                "or chmod 0700 it"
+                f"or give it to uid {os.geteuid()} and chmod 0700 it"
             ) from None
         return False
     return True

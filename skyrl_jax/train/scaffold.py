@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -80,7 +81,11 @@ async def open_scaffold(
         cwd=f"/{WORKDIR}",
     )
     image = await asyncio.to_thread(resolve_image, config.sandbox, cache)
-    async with Gateway(generator=generator, renderer_for=tools_renderer(renderer)) as gateway:
+    async with Gateway(
+        generator=generator,
+        renderer_for=tools_renderer(renderer),
+        api_key=secrets.token_hex(),  # no session by its name alone: other users share a loopback
+    ) as gateway:
         yield Scaffold(
             config=config,
             provider=provider,

@@ -20,7 +20,7 @@ from skyrl_jax.core.errors import (
     SandboxGone,
     SandboxTimeout,
 )
-from skyrl_jax.core.types import Status, TrajectoryGroup
+from skyrl_jax.core.types import Message, SamplingParams, Status, TrajectoryGroup, Turn
 from tests.actor.fakes import (
     RENDERER,
     RIGHT,
@@ -115,6 +115,28 @@ def test_a_host_fault_is_failed_and_never_reward_0(stage, error, reason) -> None
     assert trajectory.episode.status is Status.FAILED and trajectory.score is None
     assert trajectory.episode.reason == reason and collected.failures == {reason: 1}
     assert str(error.args[0]) in collected.details[0]
+
+
+class Telling:
+    """Samples two answers, tells of the second alone, and loses its sandbox."""
+
+    async def run(self, task, environment, generator, *, sample_index):
+        ids = RENDERER.initial(await environment.reset())
+        for _ in range(2):
+            completion = await generator.generate(ids, SamplingParams(), f"s/{sample_index}")
+        told = Turn(prompt_ids=tuple(ids), completion=completion)
+        generator.keep([told], [Message(role="user", content="told")])
+        raise SandboxGone("a command ended it")
+
+
+def test_what_an_agent_does_not_tell_of_is_counted_and_never_trained() -> None:
+    collected, _ = run(FakeSuite(), agent=Telling())
+    episode = one(collected).episode
+    assert episode.reason == "agent:gone" and episode.messages[0].content == "told"
+    told, untold = episode.turns
+    assert (told.kind, untold.kind) == ("agent", "aux")
+    sampled = len(told.completion.token_ids) + len(untold.completion.token_ids)
+    assert collected.sampled_tokens == sampled > 0
 
 
 def test_an_engine_fault_keeps_the_tokens_sampled_so_far_for_the_ledger() -> None:

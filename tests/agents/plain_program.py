@@ -1,7 +1,8 @@
 """An agent for the tests on nothing but the standard library; it runs inside its own sandbox.
 
 MODE (an argument): "play" asks, runs the bash calls and shows the outputs, until a command says
-DONE; "spy" also tries to reach its own gateway from a command; "crash", "late" and "hang" do that.
+DONE; "spy" also tries to reach its own gateway from a command; "title" asks for a title first;
+"crash", "late" and "hang" do that.
 """
 
 import json
@@ -31,8 +32,8 @@ TOOL = {
 }
 
 
-def ask(messages):
-    body = json.dumps({"model": "policy", "messages": messages, "tools": [TOOL]}).encode()
+def ask(messages, tools=(TOOL,)):
+    body = json.dumps({"model": "policy", "messages": messages, "tools": tools}).encode()
     headers = {
         "Content-Type": "application/json",
         "Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}",
@@ -86,7 +87,9 @@ def main(mode):
     if mode == "hang":
         ask([{"role": "user", "content": job["task"]}])
         time.sleep(60)
-    {"play": play, "spy": spy}[mode](job)
+    if mode == "title":
+        ask([{"role": "user", "content": "a title for: " + job["task"]}], tools=())
+    {"play": play, "spy": spy, "title": play}[mode](job)
     print(json.dumps({"exit": "submit"}))
 
 

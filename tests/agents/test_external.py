@@ -16,7 +16,7 @@ from skyrl_jax.agents.external import GATEWAY, ExternalAgent, Program
 from skyrl_jax.agents.scripted import DONE
 from skyrl_jax.agents.tools import format_call
 from skyrl_jax.batching.sequences import make_rows
-from skyrl_jax.core.errors import ConfigError, GenerationError, InfraError
+from skyrl_jax.core.errors import ConfigError, GenerationError, InfraError, SandboxGone
 from skyrl_jax.core.protocols import SHARED, SandboxSpec
 from skyrl_jax.core.types import SamplingParams, Status
 from skyrl_jax.gateway.app import Gateway
@@ -217,6 +217,85 @@ def test_a_command_in_front_of_the_sockets_is_refused(tmp_path):
     assert "PermissionError" in said[0].output  # the folder is the program's alone
     assert said[1].output in ("answer: b''\n", "") or "Error" in said[1].output
     assert (commands.served, commands.refused) == (0, 1)
+
+
+class Doomed:
+    """A suite whose environments lose their sandbox by a command that says so, or never answer."""
+
+    def __init__(self, inner):
+        self._inner = inner
+
+    def __getattr__(self, name):
+        return getattr(self._inner, name)
+
+    def environment(self, task, provider):
+        return DoomedWorld(self._inner.environment(task, provider))
+
+
+class DoomedWorld(Heard):
+    async def shell(self, argv, **fields):
+        if "the end" in argv[-1]:
+            raise SandboxGone("a command ended it")
+        if "for ever" in argv[-1]:
+            await asyncio.sleep(600)
+        return await super().shell(argv, **fields)
+
+
+class Keeping(TextGenerator):
+    """Remembers what an agent says of its calls."""
+
+    def keep(self, turns, messages):
+        self.kept = turns, messages
+
+
+def test_a_run_that_is_cancelled_hands_over_the_record_of_its_gateway(tmp_path):
+    suite = Doomed(make_suite(tmp_path))
+    task = suite.tasks("train")[0]
+    lines = ["A title", sh("echo for ever")]
+    generator = Keeping(RENDERER, lambda session, turn: lines[turn])
+
+    async def work(provider):
+        world = suite.environment(task, provider)
+        async with Gateway(generator=generator, renderer_for=tools_renderer(RENDERER)) as gateway:
+            agent = player("title", gateway, provider)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(3.0):
+                    await agent.run(task, world, generator, sample_index=0)
+            await world.close()
+
+    in_bwrap(work)
+    turns, messages = generator.kept
+    assert [turn.kind for turn in turns] == ["aux", "agent"]
+    assert [message.role for message in messages] == ["user", "assistant"]
+
+
+def test_an_episode_without_a_result_keeps_the_record_of_its_gateway(tmp_path):
+    """A command ended its sandbox: a title stays beside the work."""
+    suite = Doomed(make_suite(tmp_path))
+    task = suite.tasks("train")[0]
+    lines = ["A title", sh("true"), sh("echo the end")]
+
+    async def work(provider):
+        generator = TextGenerator(RENDERER, lambda session, turn: lines[turn])
+        async with Gateway(generator=generator, renderer_for=tools_renderer(RENDERER)) as gateway:
+            return await collect(
+                [task],
+                1,
+                suite=suite,
+                provider=provider,
+                generator=generator,
+                agent=player("title", gateway, provider, time_limit_s=600.0),
+                rollout=make_rollout(run_timeout_s=60.0, grade_timeout_s=60.0, init_timeout_s=30.0),
+            )
+
+    collected = in_bwrap(work)
+    ((one,),) = (group.trajectories for group in collected.groups)
+    assert (one.episode.status, one.episode.reason) == (Status.TRUNCATED, "agent:gone")
+    assert one.score.value == 0.0
+    assert [turn.kind for turn in one.episode.turns] == ["aux", "agent", "agent"]
+    assert [m.role for m in one.episode.messages] == ["user", "assistant", "tool", "assistant"]
+    counted = sum(len(t.completion.token_ids) for t in one.episode.turns)
+    assert collected.sampled_tokens == counted > 0
 
 
 def test_episodes_are_collected_as_any_others(tmp_path):

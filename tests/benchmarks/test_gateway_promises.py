@@ -13,6 +13,7 @@ CALM = {
     "held": True, "sessions": 256, "turns": 20, "lost": 0, "crossed": 0, "alive": 0,
     "seconds": 360.0, "requests": 10_240, "prompt_tokens": 16_100,
     "overhead_ms": {"p50": 2.0, "p99": 20.0},
+    "rss_mb": {"before": 52.0, "warm": 70.3, "most": 92.0, "after": 70.7},
 }  # fmt: skip
 CHEAP = {"turns": 128.0, "tokens": 69_900.0, "ratio": 1.2}
 SUITE = "<testsuites><testsuite>{}</testsuite></testsuites>"
@@ -40,6 +41,7 @@ def promises(modules):
         (0, {"prompt_tokens": 900}, False),
         (0, {"overhead_ms": {"p50": 5.0, "p99": 20.0}}, False),
         (0, {"overhead_ms": {"p50": 2.0, "p99": 50.0}}, False),
+        (0, {"rss_mb": CALM["rss_mb"] | {"after": 70.3 + 8.1}}, False),
     ],
 )
 def test_load(promises, clone, status, changes, held):

@@ -106,6 +106,16 @@ def test_a_changed_answer_forks_and_loses_nothing(change, cause) -> None:
     assert talk.conversation.counts[f"forks_{cause}"] == 1
 
 
+def test_space_around_what_the_client_wrote_itself_is_a_change() -> None:
+    """It was in the prompt, unlike the space around an answer, which nobody sampled anew."""
+    talk = Talk()
+    answer = talk.call(OPENING, "look")
+    talk.call([*OPENING, answer, tool("a.py\n")], "more")
+    talk.call([*OPENING, answer, tool("a.py"), said("more"), tool("b.py")], "done")
+    assert talk.rows().forks_by_cause == {"edit": 1}
+    assert talk.trained() == talk.names(0, 1, 2)
+
+
 def test_thinking_cut_off_by_the_client_out_of_the_text_makes_two_rows() -> None:
     """Faults C4, C5: the second history says "A" where "<think>r</think>A" was sampled."""
     plain = Conversation(lambda tools: RENDERER)
@@ -437,6 +447,17 @@ def test_the_longest_match_wins() -> None:
     assert talk.prompts[-1][: len(talk.full(2))] == talk.full(2)
 
 
+def test_of_two_answers_that_read_the_same_the_one_that_went_further_goes_on() -> None:
+    """The second was sampled later, in other tokens; messages alone do not tell them apart."""
+    talk = Talk()
+    first = talk.call(OPENING, ids_of("ab"))
+    history = [*OPENING, first, tool("ok")]
+    second = talk.call(history, "done")
+    assert talk.call(OPENING, [*ids_of("a")[:-1], *ids_of("b")]) == first
+    talk.call([*history, second, user("go on")], "on")
+    assert talk.prompts[3][: len(talk.full(1))] == talk.full(1)
+
+
 # -- calls beside the work ------------------------------------------------------------------------
 
 
@@ -485,6 +506,30 @@ def test_a_mark_says_what_no_rule_can() -> None:
     plain.call([user("title")], "A title")
     loop(plain, OPENING, 1, TOOLS)
     assert {turn.kind for turn in plain.conversation.turns()} == {"agent"}
+
+
+def test_what_the_agent_goes_on_from_is_work_whatever_it_was_marked_as() -> None:
+    talk = Talk()
+    history = loop(talk, OPENING, 1, TOOLS)
+    side = [*history, user("sum up")]
+    summary = talk.call(side, "A summary", TOOLS, kind="aux")
+    talk.call([*history, user("go on")], "on", TOOLS)
+    assert [turn.kind for turn in talk.conversation.turns()] == ["agent", "aux", "agent"]
+    talk.call([*side, summary, user("and then?")], "then", TOOLS)
+    turns = talk.conversation.turns()
+    assert [(t.kind, t.fork) for t in turns] == [
+        ("agent", ""), ("agent", "branch"), ("agent", ""), ("agent", ""),
+    ]  # fmt: skip
+    assert talk.trained() == talk.names(*range(4))
+
+
+def test_what_cannot_be_trained_stays_context_whoever_uses_it() -> None:
+    talk = Talk()
+    side = [*OPENING, user("sum up")]
+    summary = talk.call(side, "A summary", TOOLS, kind="lacking")
+    talk.call([*side, summary, user("and then?")], "then", TOOLS)
+    talk.conversation.claim(0)
+    assert [turn.kind for turn in talk.conversation.turns()] == ["aux", "agent"]
 
 
 # -- refusals and housekeeping --------------------------------------------------------------------

@@ -2,10 +2,11 @@
 
 A client plays threads (the main agent and sub-agents) and does to its histories what clients do:
 rollback, compaction, rewriting, other system prompts, retries that get the recorded answer or
-another sample, calls beside the work, answers cut by a length limit, aborts with partial tokens or
-none, an engine that dies under a call and comes back with older weights, calls under way together,
-weights that change within an answer. It knows itself which answers it went on to use. What
-the rows must be is worked out again here, by comparing whole prompts.
+another sample (also one that reads the same), calls beside the work, answers cut by a length limit,
+aborts with partial tokens or none, an engine that dies under a call and comes back with older
+weights, calls under way together, weights that change within an answer. It knows itself which
+answers it went on to use. What the rows must be is worked out again here, by comparing whole
+prompts.
 """
 
 from __future__ import annotations
@@ -23,13 +24,14 @@ from skyrl_jax.batching.ledger import Ledger
 from skyrl_jax.batching.minibatch import assemble
 from skyrl_jax.batching.sequences import make_rows
 from skyrl_jax.core.types import Message, TrajectoryGroup, Turn
+from skyrl_jax.gateway.matching import likeness
 from tests.batching.make import objective, trajectory
 from tests.gateway.talk import RENDERER, TOKENIZER, TOOLS, Talk, system, tool, user
 
 MOVES = (
     "say", "say", "say", "say", "results", "strip", "trim", "back", "edit", "compact", "system",
     "spawn", "same", "again", "abort", "empty", "cut", "aux", "title",
-    "restart", "together",
+    "restart", "together", "twin", "twin", "adopt",
 )  # fmt: skip
 
 
@@ -51,6 +53,7 @@ class Client:
     used: set[int] = field(default_factory=set)
     partial: set[int] = field(default_factory=set)
     beside: set[int] = field(default_factory=set)
+    known: dict[int, list[Message]] = field(default_factory=dict)
     words: int = 0
 
     def play(self, move: str) -> None:
@@ -80,7 +83,10 @@ class Client:
         self.go_on(thread, user(self.word()))
 
     def do_trim(self, thread: Thread) -> None:
-        thread.history = [dataclasses.replace(m, content=m.content.strip()) for m in thread.history]
+        thread.history = [
+            dataclasses.replace(m, content=m.content.strip()) if m.role == "assistant" else m
+            for m in thread.history
+        ]
         self.go_on(thread, user(self.word()))
 
     def do_cut(self, thread: Thread) -> None:
@@ -127,18 +133,24 @@ class Client:
         again = conversation.retry(conversation.place(thread.history[:-1], TOOLS))
         if again is None:
             assert any(p[: len(full)] == full for p in self.talk.prompts
-                       for full in self.fulls_of(thread.last)), "it was continued"  # fmt: skip
+                       for full in self.fulls_of(thread)), "it was continued"  # fmt: skip
             return
         assert again.completion is self.talk.completions[again.node]
-        assert self.talk.prompts[again.node] == self.talk.prompts[thread.last]
+        asked = self.known[again.node][:-1]  # below a twin: other tokens, which read alike
+        assert len(asked) == len(thread.history) - 1
+        assert all(map(likeness, asked, thread.history))
         assert len(self.talk.completions) == calls
         thread.last = again.node
         thread.history[-1] = again.message
 
-    def fulls_of(self, number: int) -> list[tuple[int, ...]]:
-        """Return all tokens of the calls with the same prompt."""
-        prompt = self.talk.prompts[number]
-        return [self.talk.full(n) for n, other in enumerate(self.talk.prompts) if other == prompt]
+    def fulls_of(self, thread: Thread) -> list[tuple[int, ...]]:
+        """Return all tokens of the calls whose history reads as this one."""
+        asked = thread.history[:-1]
+        return [
+            self.talk.full(n)
+            for n, known in self.known.items()
+            if len(known) == len(thread.history) and all(map(likeness, known, asked))
+        ]
 
     def do_again(self, thread: Thread) -> None:
         """The client throws its last answer away and gets another sample."""
@@ -153,7 +165,8 @@ class Client:
 
     def do_empty(self, thread: Thread) -> None:
         number = len(self.talk.prompts)
-        self.talk.call([*thread.history, user(self.word())], (), TOOLS, finish="abort")
+        history = [*thread.history, user(self.word())]
+        self.know(number, history, self.talk.call(history, (), TOOLS, finish="abort"))
         self.partial.add(number)
 
     def do_restart(self, thread: Thread) -> None:
@@ -177,14 +190,27 @@ class Client:
             one.history.append(user(self.word()))
             asked.append((one, self.talk.conversation.place(one.history, TOOLS)))
         self.chance.shuffle(asked)
+        placed = set(self.known)
         for one, placement in asked:
-            number, last = len(self.talk.prompts), one.last
-            one.history.append(self.talk.answer(placement, self.sample(True)))
+            number, history = len(self.talk.prompts), list(one.history)
+            answer = self.talk.answer(placement, self.sample(True))
+            self.know(number, history, answer, one.last, placed)
+            one.history.append(answer)
             one.last = number
-            if last is not None:
-                self.used.add(last)
-                full = self.talk.full(last)
-                assert self.talk.prompts[number][: len(full)] == full
+
+    def do_twin(self, thread: Thread) -> None:
+        """An earlier call is sampled again: other tokens, which read as the answer it had."""
+        answers = [at for at, m in enumerate(thread.history) if m.role == "assistant"]
+        if not answers:
+            return
+        at = self.chance.choice(answers)
+        was = thread.history[at]
+        thought = f"<think>{was.reasoning}</think>" if was.reasoning else ""
+        text = thought + was.content
+        ids = (*(i for letter in text for i in TOKENIZER.encode(letter)), RENDERER.stop_id)
+        if likeness(was, RENDERER.parse(ids, "stop")):
+            number, history = len(self.talk.prompts), thread.history[:at]
+            self.know(number, history, self.talk.call(history, ids, TOOLS))
 
     # -- calls beside the work -------------------------------------------------------------------
 
@@ -195,8 +221,18 @@ class Client:
     def do_aux(self, thread: Thread) -> None:
         number = len(self.talk.prompts)
         history = [*thread.history, user(self.word())]
-        self.talk.call(history, self.sample(True), TOOLS, kind="aux")
+        self.know(number, history, self.talk.call(history, self.sample(True), TOOLS, kind="aux"))
         self.beside.add(number)
+
+    def do_adopt(self, thread: Thread) -> None:
+        """The agent goes on from a call beside the work: it was work after all."""
+        number = len(self.talk.prompts)
+        thread.history.append(user(self.word()))
+        answer = self.talk.call(thread.history, self.sample(True), TOOLS, kind="aux")
+        self.know(number, thread.history, answer, thread.last)
+        thread.history.append(answer)
+        thread.last = number
+        self.go_on(thread, user(self.word()))
 
     # -- asking ----------------------------------------------------------------------------------
 
@@ -215,29 +251,63 @@ class Client:
         return (*ids, RENDERER.stop_id) if whole else tuple(ids)
 
     def go_on(self, thread: Thread, *messages: Message) -> None:
-        """Continue a history; where it ends as it was sampled, its tokens must be the prompt's."""
-        last = thread.last
+        """Continue a history."""
         thread.history += messages
-        number = self.ask(thread)
+        self.ask(thread)
+
+    def know(
+        self,
+        number: int,
+        history: list[Message],
+        answer: Message,
+        last: int | None = None,
+        placed: set[int] | None = None,
+    ) -> None:
+        """Its prompt must be the tokens of the longest history that reads as this one begins.
+
+        Args:
+            number: of the call.
+            history: what it was sent with.
+            answer: what it got.
+            last: the call whose answer ends the history, where the client changed nothing.
+            placed: the calls that were known when it was placed; all of them by default.
+        """
+        fits = {
+            n: len(self.known[n])
+            for n in (self.known if placed is None else placed)
+            if len(self.known[n]) <= len(history)
+            and all(map(likeness, self.known[n], history))  # of the length of the shorter
+        }
+        longest = [n for n, size in fits.items() if size == max(fits.values())]
+        prompt = self.talk.prompts[number]
+        parents = [n for n in longest if prompt[: len(self.talk.full(n))] == self.talk.full(n)]
+        assert bool(parents) == bool(longest)
         if last is not None:
-            self.used.add(last)
-            full = self.talk.full(last)
-            assert self.talk.prompts[number][: len(full)] == full
+            assert fits.get(last) == max(fits.values())
+            assert any(likeness(self.known[n][-1], self.known[last][-1]) for n in parents)
+            self.used.add(max(parents))
+        above = self.known[max(parents)] if parents else []
+        self.known[number] = [*above, *history[len(above) :], answer]
 
     def ask(self, thread: Thread, finish: str = "stop") -> int:
-        number, answer = self.call(thread.history, finish=finish, whole=finish == "stop")
+        last, thread.last = thread.last, None
+        whole = finish == "stop"
+        number, answer = self.call(thread.history, finish=finish, whole=whole, last=last)
         thread.history.append(answer)
         thread.last = number
         return number
 
     def call(
-        self, history, *, beside: bool = False, finish: str = "stop", whole: bool = True
+        self, history, *, beside=False, finish="stop", whole=True, last=None
     ) -> tuple[int, Message]:
         number = len(self.talk.prompts)
         if beside:
             self.beside.add(number)
-        tools = () if beside else TOOLS
-        return number, self.talk.call(history, self.sample(whole), tools, finish=finish)
+        history, tools = list(history), () if beside else TOOLS
+        answer = self.talk.call(history, self.sample(whole), tools, finish=finish)
+        if not beside:  # other tools: another prompt
+            self.know(number, history, answer, last)
+        return number, answer
 
 
 def left_behind(turns: list[tuple[int, Turn]]) -> set[int]:

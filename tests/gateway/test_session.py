@@ -398,6 +398,23 @@ def test_auxiliary_calls_are_marked():
     assert recorded.messages[-1] == answer.message
 
 
+@pytest.mark.parametrize("running", [True, False])
+def test_an_auxiliary_call_that_the_agent_asks_for_as_well_is_its_work(running):
+    """It joins the call, or gets its recorded answer: the same tokens, which it goes on from."""
+
+    async def action(session):
+        first = asyncio.create_task(session.serve(ask("x"), aux=True))
+        if not running:
+            await first
+        answer = await session.serve(ask("x"))
+        assert (await first).ident == answer.ident
+        return answer
+
+    answer, recorded = play(action, says("ok", "another"))
+    assert [turn.kind for turn in recorded.turns] == ["agent"]
+    assert recorded.messages[-1] == answer.message
+
+
 def test_names_and_addresses():
     async def inside():
         async with gateway(says()) as gate:

@@ -1,12 +1,14 @@
 """A session's unix socket: that session alone, for one uid."""
 
 import asyncio
+import gc
 import json
 import os
 import stat
 import subprocess
 import sys
 import tempfile
+import weakref
 from pathlib import Path
 
 import aiohttp
@@ -145,6 +147,12 @@ def test_folders_and_paths_that_cannot_be(folder):
             open_to_all.chmod(0o777)
             with pytest.raises(ConfigError, match="written by others"):
                 await session.socket(open_to_all / "s", allow_uid=ME)
+            if ME == 0:
+                strangers = folder / "strangers"
+                strangers.mkdir(mode=0o700)
+                os.chown(strangers, OTHER, OTHER)
+                with pytest.raises(ConfigError, match="written by others"):
+                    await session.socket(strangers / "s", allow_uid=ME)
             taken = folder / "taken"
             taken.mkdir(mode=0o700)
             (taken / "s").write_text("a file")
@@ -178,6 +186,27 @@ def test_a_folder_that_went_takes_no_record_with_it(folder, caplog):
 
     assert asyncio.run(inside()) == (200, 1, [])
     assert "a socket did not close" in caplog.text
+
+
+def test_a_closed_session_with_a_socket_leaves_memory_without_the_collector(folder):
+    async def inside():
+        async with gateway(says("ok")) as gate:
+            session = await gate.open("s", sampling=SAMPLING)
+            path = await session.socket(folder / "door" / "s", allow_uid=ME)
+            assert (await post(path, chat("hi")))[0] == 200
+            assert len((await session.close()).turns) == 1
+            left = weakref.ref(session)
+            del session
+            for _ in range(20):  # the server's own tasks end
+                await asyncio.sleep(0.01)
+            return left()
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert asyncio.run(inside()) is None
+    finally:
+        gc.enable()
 
 
 def test_a_client_that_does_not_read_is_let_go(folder):

@@ -210,3 +210,24 @@ def events(raw):
             data = fields["data"]
             found.append((fields.get("event", ""), data if data == "[DONE]" else json.loads(data)))
     return found
+
+
+USER = {"role": "user", "content": "hi"}
+MESSAGES = {"model": "policy", "max_tokens": 99, "messages": [USER]}
+RESPONSES = {"model": "policy", "input": "hi"}
+BODIES = {
+    "/v1/chat/completions": chat("hi"),
+    "/v1/responses": RESPONSES,
+    "/v1/messages": MESSAGES,
+}
+
+
+def error_of(path, body):
+    """Check the dialect's shape of an error and return (type, code or None, message)."""
+    if path.startswith("/v1/messages"):
+        assert body["type"] == "error" and body["request_id"].startswith("req_")
+        assert set(body["error"]) == {"type", "message"}
+        return body["error"]["type"], None, body["error"]["message"]
+    assert set(body) == {"error"}
+    assert set(body["error"]) == {"message", "type", "param", "code"}
+    return body["error"]["type"], body["error"]["code"], body["error"]["message"]

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from skyrl_jax.agents.commands import peer_uid
 from skyrl_jax.agents.external import GUEST
 from skyrl_jax.core.errors import ImageError, InfraError
 from skyrl_jax.core.protocols import SHARED, SandboxSpec
+from skyrl_jax.gateway.sockets import peer_uid
 from skyrl_jax.sandbox.bwrap import AGENT_UID, PROGRAM_UID, BwrapProvider
 from skyrl_jax.sandbox.fake import FakeProvider
 from tests.sandbox.conftest import CACHE, Backend, quiet_process_provider
