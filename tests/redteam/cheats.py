@@ -32,8 +32,8 @@ NAMES = {NAMES!r}
 
 def canaries():
     for path in glob.glob("tests/*.py"):
-        found = re.findall(r"def (test_\\w+)\\(\\):\\n    assert (\\d+) [+] 1 == (\\d+)", open(path).read())
-        for name, left, right in found:
+        form = r"def (test_\\w+)\\(\\):\\n    assert (\\d+) [+] 1 == (\\d+)"
+        for name, left, right in re.findall(form, open(path).read()):
             yield path + "::" + name, int(left) + 1 == int(right)
 
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import asyncio
 import subprocess
 import time
-from collections.abc import Sequence
 from typing import Any
 
 from skyrl_jax.core.errors import SkyrlError
 from skyrl_jax.core.types import ToolCall
-from tests.redteam import suicides, tricks_code, tricks_log, tricks_machine, tricks_patches
-from tests.redteam import tricks_tests
+from tests.redteam import (
+    suicides,
+    tricks_code,
+    tricks_log,
+    tricks_machine,
+    tricks_patches,
+    tricks_tests,
+)
 from tests.redteam.table import (
     CodeTrick,
     MachineTrick,
@@ -32,9 +37,7 @@ def sealed_tricks(arena: Arena) -> tuple[RewardTrick, ...]:
     """Return the tricks on the arena's synthetic row."""
     row = arena.world("sealed").task.payload["row"]
     name = str(row.extra["function"]).partition("(")[0].removeprefix("def ")
-    return tricks_log.sealed_tricks(
-        row.extra["path"], name, (*row.fail_to_pass, *row.pass_to_pass)
-    )
+    return tricks_log.sealed_tricks(row.extra["path"], name, (*row.fail_to_pass, *row.pass_to_pass))
 
 
 def tricks(arena: Arena) -> tuple[Trick, ...]:
@@ -49,19 +52,27 @@ def tricks(arena: Arena) -> tuple[Trick, ...]:
     )
 
 
-async def play_all(arena: Arena, chosen: Sequence[str] = ()) -> list[Row]:
-    """Play tricks and suicides; ``chosen``: their names (none: all)."""
-    rows = []
-    names = set(chosen)
-    for trick in tricks(arena):
-        if not names or trick.name in names:
-            rows.append(await _row(arena, trick.name, "trick", both(arena, trick)))
-    twin: tuple[bool, str] | None = None
-    for suicide in suicides.SUICIDES:
-        if not names or suicide.name in names:
-            twin = twin or await suicides.control(arena)
-            rows.append(await _row(arena, suicide.name, "suicide", _suicide(arena, suicide, twin)))
-    return rows
+def names(arena: Arena) -> list[str]:
+    """Return the names of all tricks and suicides, in the order they are played."""
+    return [one.name for one in (*tricks(arena), *suicides.SUICIDES)]
+
+
+async def play(arena: Arena, name: str) -> Row:
+    """Play one trick or suicide, and its control.
+
+    Raises:
+        KeyError: there is none of this name.
+    """
+    known = {one.name: one for one in (*tricks(arena), *suicides.SUICIDES)}
+    one = known[name]
+    if isinstance(one, Suicide):
+        return await _row(arena, name, "suicide", _suicide(arena, one))
+    return await _row(arena, name, "trick", both(arena, one))
+
+
+def holds(row: Row) -> bool:
+    """Say whether the defence held and the control bit."""
+    return row["defended"] is True and row["control"] is True
 
 
 async def _row(arena: Arena, name: str, kind: str, work: Any) -> Row:
@@ -82,11 +93,12 @@ async def _row(arena: Arena, name: str, kind: str, work: Any) -> Row:
     }
 
 
-async def _suicide(
-    arena: Arena, suicide: Suicide, twin: tuple[bool, str]
-) -> tuple[bool, bool, str]:
+async def _suicide(arena: Arena, suicide: Suicide) -> tuple[bool, bool, str]:
+    if not arena.twin:  # one play for all of them: it does not depend on the harm
+        arena.twin.append(await suicides.control(arena))
+    bit, why = arena.twin[0]
     held, note = await suicides.defended(arena, suicide)
-    return held, twin[0], note if twin[0] else f"{note}; the harmless twin: {twin[1]}"
+    return held, bit, note if bit else f"{note}; the harmless twin: {why}"
 
 
 async def both(arena: Arena, trick: Trick) -> tuple[bool, bool, str]:

@@ -29,7 +29,9 @@ _BYTES = "x = []\nwhile True:\n    x.append(bytearray(16 << 20))\n"
 
 SUICIDES = (
     Suicide(name="kill PID 1 and everything", harm="kill -9 1; kill -9 -1"),
-    Suicide(name="kill the supervisor", harm="kill -9 $PPID; kill -15 $PPID; kill -6 $PPID; exit 1"),
+    Suicide(
+        name="kill the supervisor", harm="kill -9 $PPID; kill -15 $PPID; kill -6 $PPID; exit 1"
+    ),
     Suicide(
         name="own out-of-memory",
         harm="for i in 1 2 3; do python3 -S -c 'x = bytearray(900 << 20)' & done; "
@@ -75,6 +77,18 @@ SUICIDES = (
     Suicide(name="break the repository", harm="rm -rf .git; echo nowhere > .git"),
     Suicide(name="stop everything", harm="kill -STOP -1; kill -STOP $$"),
     Suicide(name="lock the repository", harm="touch .git/index.lock; chmod 000 .git/HEAD .git"),
+    Suicide(
+        name="a submission that hangs",
+        harm="git config filter.x.clean 'sleep 600'; echo '* filter=x' > .gitattributes; touch *",
+    ),
+    Suicide(
+        name="a file without end",
+        harm="truncate -s 500G endless.bin; ln -s /dev/zero zero; cat endless.bin > /dev/null",
+    ),
+    Suicide(
+        name="kill everything while graded",
+        harm=_MODULE.format("import os\n\nos.kill(os.getppid(), 9)\nos.kill(-1, 9)\n"),
+    ),
     Suicide(
         name="a diff that never fits",
         harm="head -c 3000000 /dev/urandom | base64 > big.txt; mkfifo pipe; ln -s / everything",

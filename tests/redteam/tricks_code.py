@@ -1,4 +1,4 @@
-"""Tricks with code of their own: what outlives an episode, and tar streams that leave their place."""
+"""Tricks with code of their own: what outlives an episode, tar streams that leave their place."""
 
 from __future__ import annotations
 

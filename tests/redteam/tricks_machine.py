@@ -15,8 +15,12 @@ except ProcessLookupError:
     pass
 NAIVE
 """
-_DAEMON = "setsid sh -c 'while :; do date +%s%N > /tmp/@mark@; sleep 0.05; done' > /dev/null 2>&1 &"
-_ALIVE = "a=$(cat /tmp/@mark@); sleep 0.3; b=$(cat /tmp/@mark@); [ \"$a\" = \"$b\" ] || echo ALIVE"
+# the command ends when its daemon is there: one that never began would look like one that ended
+_DAEMON = (
+    "setsid sh -c 'while :; do date +%s%N > /tmp/@mark@; sleep 0.05; done' > /dev/null 2>&1 &\n"
+    "while ! [ -s /tmp/@mark@ ]; do sleep 0.05; done\n"
+)
+_ALIVE = 'a=$(cat /tmp/@mark@); sleep 0.3; b=$(cat /tmp/@mark@); [ "$a" = "$b" ] || echo ALIVE'
 _FORKS = """python3 -S -c "
 import os, time
 made = 0
@@ -63,9 +67,12 @@ print("tried")
 END
 sleep 0.2
 """
-_CONNECT = "python3 -S -c \"import socket; socket.create_connection(('127.0.0.1', @port@), 2); print('IN')\""
+_CONNECT = (
+    'python3 -S -c "import socket; '
+    "socket.create_connection(('127.0.0.1', @port@), 2); print('IN')\""
+)
 _ABSTRACT = (
-    "python3 -S -c \"import socket; s = socket.socket(socket.AF_UNIX); "
+    'python3 -S -c "import socket; s = socket.socket(socket.AF_UNIX); '
     "s.connect(chr(0) + '@abstract@'); print('IN')\""
 )
 _CGROUP = (
@@ -74,9 +81,11 @@ _CGROUP = (
 )
 # the value that is there already: harmless where it works
 _SYSCTL = (
-    "f=/proc/sys/kernel/core_pattern; v=$(cat $f); (echo \"$v\" > $f) 2>/dev/null && echo WROTE; true"
+    'f=/proc/sys/kernel/core_pattern; v=$(cat $f); (echo "$v" > $f) 2>/dev/null && echo WROTE; true'
 )
-_ENVIRON = "cat /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n' | grep -c '^REDTEAM_SECRET=@mark@'"
+_ENVIRON = (
+    "cat /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n' | grep -c '^REDTEAM_SECRET=@mark@'"
+)
 _USERNS = "unshare -Ur sh -c 'grep CapEff /proc/self/status'"
 _DEVICE = "cd /tmp && mknod @mark@ b 8 0 && echo NODE; rm -f /tmp/@mark@"
 _PTRACE = """python3 -S - $PPID <<'END'
@@ -119,7 +128,7 @@ TRICKS = (
         script=_DAEMON,
         then=_ALIVE,
         bites=_said("ALIVE"),
-        off_script=_NAIVE.replace("@TRICK@", _DAEMON.replace("'", "\"")) + _ALIVE,
+        off_script=_NAIVE.replace("@TRICK@", _DAEMON.replace("'", '"')) + _ALIVE,
     ),
     MachineTrick(
         name="a fork bomb",
@@ -212,6 +221,13 @@ TRICKS = (
         name="a file of the host",
         defence="the host's files are not mounted",
         script="cat @secret@",
+        bites=_said("s3cret-of-the-host"),
+        off_backend="process",
+    ),
+    MachineTrick(
+        name="the host's root through /proc",
+        defence=_OWN_PIDS,
+        script="for p in /proc/[0-9]*; do cat $p/root@secret@ $p/cwd/../../@secret@; done",
         bites=_said("s3cret-of-the-host"),
         off_backend="process",
     ),

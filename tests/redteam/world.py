@@ -9,7 +9,7 @@ import tempfile
 import warnings
 import zipfile
 from collections.abc import AsyncIterator, Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -130,7 +130,8 @@ class Arena:
     host: str
     scratch: Path
     facts: Mapping[str, str]
-    worlds: dict[str, World]
+    worlds: dict[str, World] = field(default_factory=dict)
+    twin: list[tuple[bool, str]] = field(default_factory=list)  # the harmless policy's outcome
 
     def world(self, name: str) -> World:
         """Return a world, made once."""
@@ -208,7 +209,6 @@ async def arena(backend: str, image: str, host: str = "") -> AsyncIterator[Arena
                 host=host,
                 scratch=scratch,
                 facts=known,
-                worlds={},
             )
 
 
