@@ -64,7 +64,10 @@ async def ground(backend: str) -> AsyncIterator[Arena]:
 
 async def _play(backend: str, only: Sequence[str], sheet: Sheet) -> None:
     async with ground(backend) as opened:
-        for name in names(opened):
+        known = names(opened)
+        for name in set(only) - set(known):
+            print(f"no trick or suicide is named {name!r}")
+        for name in known:
             if (only and name not in only) or sheet.has(backend, name):
                 continue
             row = await play(opened, name)

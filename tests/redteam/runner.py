@@ -9,6 +9,7 @@ from typing import Any
 
 from skyrl_jax.core.errors import SkyrlError
 from skyrl_jax.core.types import ToolCall
+from skyrl_jax.tasks.swe.suite import task_row
 from tests.redteam import (
     suicides,
     tricks_code,
@@ -120,6 +121,7 @@ def _tell(first: Seen, second: Seen) -> str:
 
 async def _reward(arena: Arena, trick: RewardTrick) -> tuple[bool, bool, str]:
     world = arena.world(trick.world)
+    await _honest(arena, trick.world)
     diff = await _submission(arena, world, trick)
     if trick.verdict == "full":
         score = await world.suite.reward(world.task, diff, arena.provider)
@@ -128,6 +130,17 @@ async def _reward(arena: Arena, trick: RewardTrick) -> tuple[bool, bool, str]:
         bit = await graded(arena, world, diff, Off(verdict=trick.verdict), None)
         note = "escaped" if bit else "nothing outside the tree"
     return not bit, await _control(arena, trick, diff), note
+
+
+async def _honest(arena: Arena, name: str) -> None:
+    """Check once that a world's repair is rewarded: where nothing is, no trick is defended."""
+    if name not in arena.honest:
+        world = arena.world(name)
+        patch = task_row(world.task).patch
+        arena.honest[name] = await world.suite.reward(world.task, patch, arena.provider)
+    score = arena.honest[name]
+    if score.value != 1.0:
+        raise RuntimeError(f"world {name}: its own repair is {score.verdict}: {score.breakdown}")
 
 
 async def _control(arena: Arena, trick: RewardTrick, diff: str) -> bool:

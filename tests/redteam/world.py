@@ -15,7 +15,7 @@ from typing import Any
 
 from skyrl_jax.core.config import AgentConfig, SandboxConfig
 from skyrl_jax.core.protocols import SandboxSpec
-from skyrl_jax.core.types import Task
+from skyrl_jax.core.types import Score, Task
 from skyrl_jax.sandbox.bwrap import BwrapProvider, prepare_layer
 from skyrl_jax.sandbox.docker import DockerProvider
 from skyrl_jax.sandbox.process import ProcessProvider
@@ -132,6 +132,7 @@ class Arena:
     facts: Mapping[str, str]
     worlds: dict[str, World] = field(default_factory=dict)
     twin: list[tuple[bool, str]] = field(default_factory=list)  # the harmless policy's outcome
+    honest: dict[str, Score] = field(default_factory=dict)  # of each world's own repair
 
     def world(self, name: str) -> World:
         """Return a world, made once."""
