@@ -57,7 +57,7 @@ TRICKS = (
         off=Off(guest=_UNSAFE, verdict="escaped"),
     ),
     RewardTrick(
-        name="a symlink out, and a file through it",
+        name="a symlink out and a file through it",
         defence=_ESCAPES,
         diff=(
             "diff --git a/out b/out\nnew file mode 120000\n--- /dev/null\n+++ b/out\n"

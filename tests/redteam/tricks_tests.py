@@ -129,7 +129,7 @@ TRICKS = (
         ),
     ),
     RewardTrick(
-        name="bytecode of a helper, ignored by git",
+        name="bytecode of a helper ignored by git",
         defence=".pyc files are undone",
         script=": > .git/info/exclude\n"
         + write({"blind.py": _BLIND})

@@ -83,6 +83,13 @@ new file mode 100644
 +def test_tall():
 +    check(rectangle(7, 2), 14)
 """
+# The same test patch with asserts in place of the helper.
+PLAIN_PATCH = (
+    TEST_PATCH.replace("check(rectangle(3, 5), 15)", "assert rectangle(3, 5) == 15")
+    .replace("check(rectangle(7, 2), 14)", "assert rectangle(7, 2) == 14")
+    .replace("+from tests.helpers import check\n", "")
+    .replace("+1,6", "+1,5")
+)
 REPAIR = """diff --git a/shapes/area.py b/shapes/area.py
 --- a/shapes/area.py
 +++ b/shapes/area.py
@@ -248,13 +255,14 @@ def _world(name: str, image: str, scratch: Path) -> World:
 
 def _row(name: str, commit: str) -> SweRow:
     unit = name == "unittest"
+    patches = {"unittest": UNIT_PATCH, "plain": PLAIN_PATCH}
     return SweRow(
         instance_id=f"shapes__shapes-{name}",
         repo="shapes/shapes",
         base_commit=commit,
         problem_statement="rectangle() does not return the area.",
         patch=REPAIR,
-        test_patch=UNIT_PATCH if unit else TEST_PATCH,
+        test_patch=patches.get(name, TEST_PATCH),
         fail_to_pass=("test_wide (tests.test_area.Area)",) if unit else NEEDED,
         pass_to_pass=("test_square (tests.test_area.Area)",) if unit else KEPT,
     )

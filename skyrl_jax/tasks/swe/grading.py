@@ -20,10 +20,15 @@ _REPORT = "REPORT "
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Canaries:
-    """Ids of the test that must pass and the test that must fail, fresh for every grading."""
+    """Ids of the test that must pass and the test that must fail, fresh for every grading.
+
+    ``twin``: bare name of a hidden test's twin, which must not pass where there is one
+    (guest/swe_twin.py); "" = none.
+    """
 
     passing: str
     failing: str
+    twin: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,7 +143,16 @@ def _canary_trouble(
         return "the canary tests are missing" if passed else ""
     # a wrong repair may return just what the failing canary asks for
     wrong = good != PASSED or (passed and bad in (None, PASSED))
-    return "a canary test has the wrong result" if wrong else ""
+    if wrong:
+        return "a canary test has the wrong result"
+    if passed and canaries.twin in {_bare(name) for name, s in statuses.items() if s == PASSED}:
+        return "a hidden test passes whatever value it expects"
+    return ""
+
+
+def _bare(name: str) -> str:
+    """Return a test's own name: without path, class, parameters."""
+    return name.rpartition("::")[2].partition("[")[0].partition(" ")[0]
 
 
 def _differ(

@@ -22,6 +22,8 @@ _FORGOTTEN = (
     "worktrees",
     "hooks",
     "info/grafts",
+    "objects/info/commit-graph",
+    "objects/info/commit-graphs",
     "ORIG_HEAD",
     "FETCH_HEAD",
     "MERGE_HEAD",

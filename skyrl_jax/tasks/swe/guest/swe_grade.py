@@ -7,6 +7,7 @@ The request is a list of operations, each two length-framed byte strings (name a
     restore PATH     the file as committed (or gone when it was not)
     wipe PATH        remove a file or folder
     write PATH       write a file
+    twin NAME        a hidden test's twin that must fail (see swe_twin.py)
     restore_config   what the submission did to files that steer a test program or lie among the
                      tests, but for the NUL-separated paths given, is undone
     run              light runner on NUL-separated test files
@@ -231,6 +232,12 @@ def _apply(value, refused):
     return False
 
 
+def _twin(name, value):
+    import swe_twin  # ast costs milliseconds, which synthetic rows do not pay
+
+    swe_twin.write_twin(name, value.decode())
+
+
 def perform(operations):
     """Carry out the operations in order; return the exit code."""
     code, diff = 0, b""
@@ -249,6 +256,8 @@ def perform(operations):
             _wipe(argument)
         elif verb == "write":
             _put(argument, value)
+        elif verb == "twin":
+            _twin(argument, value)
         elif verb in _RUNS:
             code = _RUNS[verb](value)
     return code
