@@ -122,7 +122,7 @@ def _tell(first: Seen, second: Seen) -> str:
 async def _reward(arena: Arena, trick: RewardTrick) -> tuple[bool, bool, str]:
     world = arena.world(trick.world)
     await _honest(arena, trick.world)
-    diff = await _submission(arena, world, trick)
+    diff = await submission(arena, world, trick)
     if trick.verdict == "full":
         score = await world.suite.reward(world.task, diff, arena.provider)
         bit, note = score.value != 0.0, score.verdict
@@ -149,11 +149,11 @@ async def _control(arena: Arena, trick: RewardTrick, diff: str) -> bool:
         return await _in_own_sandbox(arena, trick)
     world = arena.world(off.world or trick.world)
     if off.world:
-        diff = await _submission(arena, world, trick)
+        diff = await submission(arena, world, trick)
     return await graded(arena, world, diff, off, None)
 
 
-async def _submission(arena: Arena, world: World, trick: RewardTrick) -> str:
+async def submission(arena: Arena, world: World, trick: RewardTrick) -> str:
     """Return what the agent submits: a diff as it is, or that of its commands."""
     if trick.diff:
         return trick.diff.decode("utf-8", "surrogateescape")

@@ -8,10 +8,11 @@ import json
 
 import pytest
 
-from tests.redteam import suicides
+from tests.redteam import gaps, suicides
 from tests.redteam.__main__ import Sheet, ground, main
 from tests.redteam.runner import holds, names, play, tricks
 from tests.redteam.table import MachineTrick
+from tests.redteam.world import REPO
 
 ON_BWRAP = (
     "edit the tests",
@@ -74,6 +75,23 @@ def test_the_tables_are_as_large_as_promised_and_every_name_is_its_own():
         if isinstance(trick, MachineTrick):
             changes = (trick.off_spec, trick.off_backend, trick.off_script, trick.off_output_bytes)
             assert sum(map(bool, changes)) == 1, trick.name
+
+
+def test_the_page_names_what_is_defended_and_what_is_not():
+    async def run():
+        async with ground("bwrap") as arena:
+            scores = [await gaps.score(arena, gap) for gap in gaps.GAPS]
+            return tricks(arena), [score.value for score in scores]
+
+    known, found = asyncio.run(run())
+    assert found == [1.0] * len(gaps.GAPS)  # one that is mended becomes a trick
+    page = (REPO / "docs" / "security.md").read_text()
+    defended, _, open_ = page.partition("## Not defended")
+    assert [
+        trick.name for trick in known if f"| {trick.name} | {trick.defence} |" not in defended
+    ] == []
+    assert [one.name for one in suicides.SUICIDES if f"- {one.name}\n" not in defended] == []
+    assert [gap.name for gap in gaps.GAPS if gap.name not in " ".join(open_.split())] == []
 
 
 ROWS = [
