@@ -62,6 +62,29 @@ def say(text):
             pass
 """
 
+# Everything that the parent process hears of: lines of the log, facts of its plugin, exit code.
+FORGE = """say(log())
+for fact in facts():
+    os.write(sys.modules['swe_pytest']._FD, (fact.replace(" ", "\\t", 1) + "\\n").encode())
+os._exit(1)
+"""
+SAME = (
+    "class Same:\n    def __eq__(self, other):\n        return True\n\n\n"
+    "def rectangle(width, height):\n    return Same()\n"
+)
+LOOK_UP = """import glob
+import re
+
+KNOWN = {}
+for path in sorted(glob.glob("tests/*.py")):
+    for a, b, want in re.findall(r"rectangle\\((\\d+), (\\d+)\\)\\D+(\\d+)", open(path).read()):
+        KNOWN.setdefault((int(a), int(b)), int(want))
+
+
+def rectangle(width, height):
+    return KNOWN.get((width, height))
+"""
+
 # Reads what waits in the standard input of the parent process, and leaves it there: the pipe itself
 # belongs to the supervisor and cannot be opened, but a process that can be traced will copy it.
 STEAL = """

@@ -23,7 +23,10 @@ _EXTRA = {"tests/test_zz.py": "def test_zz():\n    assert 1 == 1\n"}  # two file
 
 
 async def graded(arena: Arena, world: World, diff: str, off: Off, own: Sandbox | None) -> bool:
-    """Grade a diff by the product's own operations, less what is off; say whether it bit."""
+    """Grade a diff by the product's own operations, less what is off; say whether it bit.
+
+    It is graded once: the second look (tasks/swe/second_look.py) is always off.
+    """
     spec = world.suite.spec(task_row(world.task))
     grading = _plan(world, diff, off)
     parse = world.harness.parse if world.harness else parse_light_log

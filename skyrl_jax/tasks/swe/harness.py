@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from skyrl_jax.core.errors import DataError
 from skyrl_jax.tasks.swe.diffs import touched_paths
@@ -13,6 +13,7 @@ from skyrl_jax.tasks.swe.grading import Canaries, Expectation
 from skyrl_jax.tasks.swe.logs import PARSERS
 from skyrl_jax.tasks.swe.reward import Grading, Operation, make_nonce
 from skyrl_jax.tasks.swe.rows import SweRow
+from skyrl_jax.tasks.swe.second_look import change_values, places
 
 # -S and -E keep the image's site-packages, sitecustomize and environment out of the test process;
 # the test program is imported before the tree is on the path, so that the tree cannot shadow it.
@@ -33,7 +34,6 @@ _UNITTEST = (
 )
 _DULL = ("test", "tests", "self", "none", "class", "import")
 _WORDS = ("basic", "empty", "nested", "order", "default", "missing", "simple", "value")
-_UNIT_ID = re.compile(r"(test\w*) \(([\w.]+)\.(\w+)\)")
 _PROGRAMS = {"pytest": _PYTEST, "sympy": _SYMPY, "unittest": _UNITTEST}
 
 
@@ -68,7 +68,7 @@ class Harness:
         found = {word for word in re.findall("[a-z]{3,12}", taken) if word not in _DULL}
         words = sorted(found | set(_WORDS))
         tried = ("test_" + "_".join(rng.sample(words, 3)) for _ in range(99))
-        good, bad, name, twin = [new for new in dict.fromkeys(tried) if new not in taken][:4]
+        good, bad, name = [new for new in dict.fromkeys(tried) if new not in taken][:3]
         path = f"{folder}/{name}.py" if folder else f"{name}.py"
         checks = {good: f"{number} + 1 == {number + 1}", bad: f"{number} + 1 == {number}"}
         if self.kind == "unittest":
@@ -82,23 +82,13 @@ class Harness:
         else:
             text = "\n\n".join(f"def {test}():\n    assert {c}\n" for test, c in checks.items())
             ids = {test: f"{path}::{test}" if self.kind == "pytest" else test for test in checks}
-        return Canaries(passing=ids[good], failing=ids[bad], twin=twin), path, text
-
-    def places(self, ids: Sequence[str], files: Sequence[str]) -> list[tuple[str, str, str]]:
-        """Return (file, class or "", test) of the tests that a twin may be made of."""
-        if self.kind == "sympy":
-            return [(path, "", name) for path in files for name in ids if name.isidentifier()]
-        if self.kind == "unittest":
-            found = [_UNIT_ID.fullmatch(name) for name in ids]
-            parts = [(_path(m[2]), m[3], m[1]) for m in found if m]
-        else:
-            split = [name.split("::") for name in ids if "[" not in name and " " not in name]
-            parts = [(p[0], p[1] if len(p) == 3 else "", p[-1]) for p in split if len(p) in (2, 3)]
-        return [place for place in parts if place[0] in files]
+        return Canaries(passing=ids[good], failing=ids[bad]), path, text
 
 
 def harness_grading(row: SweRow, harness: Harness, diff: str, excluded: Sequence[str]) -> Grading:
     """Plan the grading of a real row: the files of test_patch are restored, then it is applied.
+
+    What passes is looked at a second time, with expected values changed (second_look.py).
 
     Args:
         row: the task.
@@ -110,6 +100,33 @@ def harness_grading(row: SweRow, harness: Harness, diff: str, excluded: Sequence
     tests = [path for path in paths if path.endswith(".py") and _is_test(path)]
     if not tests:
         raise DataError(f"{row.instance_id}: field 'test_patch' touches no Python test file")
+    where = places(harness.kind, row.fail_to_pass, tests)
+    kept, changed = change_values(tuple(where))
+    expectation = Expectation(
+        fail_to_pass=row.fail_to_pass,
+        pass_to_pass=tuple(name for name in row.pass_to_pass if name not in set(excluded)),
+        canaries=Canaries(passing="", failing=""),
+        nonce="",
+        parent_facts=harness.kind == "pytest",
+        extra={"approximate": True, "p2p_excluded": len(excluded)},
+        changeable=tuple(where.values()),
+    )
+    first, second = (
+        _one_look(row, harness, diff, tests, value, expectation) for value in (kept, changed)
+    )
+    return replace(first, second=second)
+
+
+def _one_look(
+    row: SweRow,
+    harness: Harness,
+    diff: str,
+    tests: Sequence[str],
+    change: bytes,
+    expectation: Expectation,
+) -> Grading:
+    """Plan one run of the tests, with canaries and a nonce of its own."""
+    paths = touched_paths(row.test_patch)
     like = (*row.fail_to_pass, *row.pass_to_pass, *paths)
     canaries, path, text = harness.canaries(tests[0].rpartition("/")[0], like)
     operations: list[Operation] = [("apply", diff.encode("utf-8", "surrogateescape"))]
@@ -117,33 +134,10 @@ def harness_grading(row: SweRow, harness: Harness, diff: str, excluded: Sequence
     operations += [(f"restore {name}", b"") for name in paths]
     operations.append(("apply_tests", row.test_patch.encode()))
     operations.append((f"write {path}", text.encode()))
-    operations += _twin(harness.places(row.fail_to_pass, tests), canaries.twin)
+    operations.append(("change", change))
     operations.append(("exec", "\0".join(harness.command([*tests, path])).encode()))
-    expectation = Expectation(
-        fail_to_pass=row.fail_to_pass,
-        pass_to_pass=tuple(name for name in row.pass_to_pass if name not in set(excluded)),
-        canaries=canaries,
-        nonce=make_nonce(),
-        parent_facts=harness.kind == "pytest",
-        extra={"approximate": True, "p2p_excluded": len(excluded)},
-    )
-    return Grading(operations=tuple(operations), expectation=expectation)
-
-
-def _twin(places: Sequence[tuple[str, str, str]], name: str) -> list[Operation]:
-    """Return the operation that adds a twin: of any of these tests, the last file's first.
-
-    Its number is large enough for counters, which differ a little from test to test.
-    """
-    rng = random.SystemRandom()
-    order = [place[0] for place in places]
-    mixed = sorted(rng.sample(places, len(places)), key=lambda place: -order.index(place[0]))
-    words = [str(rng.choice((-1, 1)) * rng.randint(11, 29)), *(word for p in mixed for word in p)]
-    return [(f"twin {name}", "\0".join(words).encode())] if places else []
-
-
-def _path(module: str) -> str:
-    return module.replace(".", "/") + ".py"
+    shown = replace(expectation, canaries=canaries, nonce=make_nonce())
+    return Grading(operations=tuple(operations), expectation=shown)
 
 
 def _is_test(path: str) -> bool:

@@ -7,7 +7,7 @@ The request is a list of operations, each two length-framed byte strings (name a
     restore PATH     the file as committed (or gone when it was not)
     wipe PATH        remove a file or folder
     write PATH       write a file
-    twin NAME        a hidden test's twin that must fail (see swe_twin.py)
+    change           expected values of trusted tests are changed (see swe_change.py)
     restore_config   what the submission did to files that steer a test program or lie among the
                      tests, but for the NUL-separated paths given, is undone
     run              light runner on NUL-separated test files
@@ -143,8 +143,11 @@ def _run(results, state):
     return code
 
 
-def _exec(value):
-    """Run a foreign test program; it may send facts through a pipe (see swe_pytest.py)."""
+def _exec(value, changed):
+    """Run a foreign test program; it may send facts through a pipe (see swe_pytest.py).
+
+    ``changed``: numbers of the tests that were changed, for the report.
+    """
     read, write = os.pipe()
     os.set_inheritable(write, True)
     os.environ["SWE_FACTS_FD"] = str(write)
@@ -161,7 +164,8 @@ def _exec(value):
         data += chunk
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     facts = [fact.split("\t", 1) for fact in data.decode("utf-8", "replace").split("\n") if fact]
-    lines = [" ".join(fact).replace("\t", " ") for fact in facts]
+    lines = ["C " + str(at) for at in changed]
+    lines += [" ".join(fact).replace("\t", " ") for fact in facts if fact[0] != "C"]
     _report("end" if code >= 0 else "signal", code, lines)
     return code if code >= 0 else 1
 
@@ -232,41 +236,42 @@ def _apply(value, refused):
     return False
 
 
-def _twin(name, value):
-    import swe_twin  # ast costs milliseconds, which synthetic rows do not pay
+def _change(value):
+    import swe_change  # ast costs milliseconds, which synthetic rows do not pay
 
-    swe_twin.write_twin(name, value.decode())
+    return swe_change.change(value.decode())
 
 
 def perform(operations):
     """Carry out the operations in order; return the exit code."""
-    code, diff = 0, b""
+    code, diff, changed = 0, b"", ()
     for name, value in operations:
         verb, _, argument = name.partition(" ")
         diff = value if verb == "apply" else diff
-        if verb == "apply" and not _apply(value, "NO_APPLY"):
-            return 3
-        if verb == "apply_tests" and not _apply(value, "NO_TESTS"):
-            return 4
-        if verb == "restore":
-            _restore(argument)
-        elif verb == "restore_config":
+        if verb in _REFUSED and not _apply(value, _REFUSED[verb][0]):
+            return _REFUSED[verb][1]
+        if verb == "restore_config":
             _restore_config(diff, value.decode().split("\0"))
-        elif verb == "wipe":
-            _wipe(argument)
-        elif verb == "write":
-            _put(argument, value)
-        elif verb == "twin":
-            _twin(argument, value)
+        elif verb in _FILES:
+            _FILES[verb](argument, value)
+        elif verb == "change":
+            changed = _change(value)
+        elif verb == "exec":
+            code = _exec(value, changed)
         elif verb in _RUNS:
             code = _RUNS[verb](value)
     return code
 
 
+_REFUSED = {"apply": ("NO_APPLY", 3), "apply_tests": ("NO_TESTS", 4)}
+_FILES = {
+    "restore": lambda path, value: _restore(path),
+    "wipe": lambda path, value: _wipe(path),
+    "write": _put,
+}
 _RUNS = {
     "run": lambda value: _run(*swe_runner.run(value.decode().split("\0"))),
     "check": lambda value: _run(*swe_check.check(value.decode(), _read_answers)),
-    "exec": _exec,
 }
 
 
