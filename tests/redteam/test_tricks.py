@@ -22,6 +22,8 @@ ON_BWRAP = (
     "print PASSED lines and leave",
     "os._exit(0)",
     "sys.exit(0)",
+    "forge the lines and the facts and the exit code from inside",
+    "an object that equals everything (unittest)",
     "steal the nonce and forge the report",
     "a packed object in the future",
     "read the answers from the grader's input",
