@@ -139,7 +139,7 @@ def test_a_right_repair_counts_though_the_agent_broke_the_tests(name):
     diff, score = in_bwrap(work, 250.0)
     assert "tests/base.py" in diff and "tests/test_fields.py" in diff
     # its test file comes from the trusted copy, and so does what the tests import beside them
-    assert score.verdict == "resolved"
+    assert score.verdict == "resolved" and score.breakdown["confirmed"] == 1
 
 
 def test_excluded_tests_are_left_out_and_counted(sympy_file):
