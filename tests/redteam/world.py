@@ -176,6 +176,10 @@ class HostNetworkBwrap(BwrapProvider):
 class HostNetworkDocker(DockerProvider):
     """The control of network isolation: containers that share the host's."""
 
+    async def create(self, spec: SandboxSpec) -> Any:
+        """Make one that has a network: the host's."""
+        return await super().create(replace(spec, network=True))
+
     def _host_config(self, spec: SandboxSpec) -> Any:
         config = super()._host_config(spec)
         config["NetworkMode"] = "host"
