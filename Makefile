@@ -12,9 +12,13 @@ ARGS ?=
 TESTS ?=
 # Workers of pytest, and the longest one test may take.
 WORKERS ?= 2
+# Where the red team's rows go; RESUME=1 plays only what is missing there or does not hold.
+OUT ?= .cache/redteam.json
+RESUME ?= 0
 export JAX_COMPILATION_CACHE_DIR ?= $(CURDIR)/.jax_cache
 
-.PHONY: help setup setup-test train test lint format lane-bench lane-leaks lane-sandbox-bench verify-% lane-%
+.PHONY: help setup setup-test train test lint format redteam-json lane-bench lane-leaks \
+    lane-redteam lane-sandbox-bench verify-% lane-%
 
 help:
 	@echo "make train  set up, then run the main job (CONFIG=... picks a preset, ARGS=... adds flags)"
@@ -25,6 +29,7 @@ help:
 	@echo "make lane-agents  real scaffolds on a real SWE-bench row, through gateway and engine"
 	@echo "make lane-leaks   1,000 episodes with faults injected: nothing may be left on the host"
 	@echo "make lane-ray     sandbox hosts placed by Ray, a node killed in the middle, in a venv of its own"
+	@echo "make redteam-json OUT=FILE  every trick against sandboxes and grading, with its control"
 	@echo "make lint   format check, lint, types, import rules"
 	@echo "make verify-01-main-job  measure what the main job promises; writes docs/verify/"
 	@echo "make verify-02-learner   measure what the learner promises: exactness, plans, speed, refusals"
@@ -57,6 +62,11 @@ format: setup
 
 verify-%: setup-test
 	$(PY) benchmarks/verify.py $*
+
+# Rows {"trick", "kind", "backend", "defended", "control"}; fails if one is not (true, true).
+redteam-json lane-redteam: setup-test
+	@mkdir -p $(dir $(OUT))
+	$(PY) -m tests.redteam OUT=$(OUT) RESUME=$(RESUME)
 
 # Promised of the small shape in fp32: at least level with torch + transformers and 1.6 x tunix.
 # All calls run; the lane fails if one of them did.

@@ -299,7 +299,8 @@ def _qwen3_8b() -> ConfigDict:
     c.rollout.update(revisit_fraction=0.0)
     c.rollout.update(max_prompt_tokens=31_232, max_new_tokens=1536, max_episode_tokens=32_768)
     c.rollout.update(init_concurrency=16, grade_concurrency=32)
-    c.rollout.update(init_timeout_s=3600.0, run_timeout_s=5400.0, grade_timeout_s=1200.0)
+    # what passes is graded twice (tasks/swe/second_look.py): 2 x 900 s, and their sandboxes
+    c.rollout.update(init_timeout_s=3600.0, run_timeout_s=5400.0, grade_timeout_s=2000.0)
     c.rollout.update(create_timeout_s=300.0, destroy_timeout_s=120.0)
     c.agent.update(prompt_style="full", observation_tokens=8192)
     c.engine.update(slots=256, max_context=32_768, prefill_chunk=64, request_timeout_s=1800.0)

@@ -9,7 +9,6 @@ import compileall
 import hashlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -22,6 +21,7 @@ from typing import Any
 
 from skyrl_jax.core.errors import DataError, ImageError
 from skyrl_jax.tasks.swe.harness import Harness
+from skyrl_jax.tasks.swe.history import scrub_history
 from skyrl_jax.tasks.swe.layers import build_once
 from skyrl_jax.tasks.swe.repo import WORKDIR
 
@@ -210,7 +210,6 @@ def _commit(root: Path) -> None:
         ("init", "-q", "-b", "main"),
         ("add", "-A", "--force"),
         ("commit", "-q", "--no-gpg-sign", "-m", "Release"),
-        ("repack", "-a", "-d", "-q"),
     ):
         try:
             subprocess.run(
@@ -225,8 +224,7 @@ def _commit(root: Path) -> None:
         except (OSError, subprocess.SubprocessError) as error:
             text = getattr(error, "stderr", "") or str(error)
             raise ImageError(f"git {command[0]} failed for a task tree: {text.strip()}") from error
-    shutil.rmtree(root / ".git" / "hooks", ignore_errors=True)
-    shutil.rmtree(root / ".git" / "logs", ignore_errors=True)
+    scrub_history(root, (root / ".git" / "refs" / "heads" / "main").read_text().strip())
     (root / ".git" / "info" / "exclude").write_text("__pycache__/\n")
 
 
