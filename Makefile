@@ -29,6 +29,7 @@ help:
 	@echo "make lane-agents  real scaffolds on a real SWE-bench row, through gateway and engine"
 	@echo "make lane-leaks   1,000 episodes with faults injected: nothing may be left on the host"
 	@echo "make lane-ray     sandbox hosts placed by Ray, a node killed in the middle, in a venv of its own"
+	@echo "make lane-kubernetes  sandboxes as pods of a fake API server, in a venv of its own"
 	@echo "make redteam-json OUT=FILE  every trick against sandboxes and grading, with its control"
 	@echo "make lint   format check, lint, types, import rules"
 	@echo "make verify-01-main-job  measure what the main job promises; writes docs/verify/"

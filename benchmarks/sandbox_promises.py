@@ -16,6 +16,7 @@ from main_job import setup, tests
 CONTRACT = (
     "tests/sandbox/test_contract.py",
     "tests/sandbox/test_isolation.py",
+    "tests/sandbox/test_filter.py",
     "tests/sandbox/test_output.py",
     "tests/sandbox/test_missing_parts.py",
     "tests/sandbox/test_programs.py",
@@ -147,6 +148,11 @@ PARTS: tuple[Part, ...] = (
         name="lane-ray",
         promise="the contract on bwrap placed by Ray; a node dies, its sandboxes are replaced",
         run=lane("ray"),
+    ),
+    Part(
+        name="lane-kubernetes",
+        promise="the contract on pods of a fake API server, by the official client",
+        run=lane("kubernetes"),
     ),
     Part(
         name="leaks",

@@ -186,6 +186,8 @@ def _tiny_episodes(c: ConfigDict) -> None:
     c.sandbox.docker_read_only = False
     c.sandbox.docker_connections = 16
     c.sandbox.docker_timeout_s = 60.0
+    c.sandbox.kubernetes_namespace = "default"  # backend "kubernetes"
+    c.sandbox.kubernetes_context = ""
     c.sandbox.image_mirror = ""  # "registry.example.org:5000": asked in place of Docker Hub
     c.sandbox.image_login_file = ""  # such as ~/.docker/config.json
     c.sandbox.image_disk_gb = 0.0  # 0 = no limit

@@ -189,6 +189,8 @@ class SandboxConfig:
     docker_connections: int  # to the daemon, at a time
     docker_timeout_s: float  # of one call to the daemon
     # Only code may leave out these, as in ModelConfig.
+    kubernetes_namespace: str = "default"
+    kubernetes_context: str = ""  # of the kubeconfig; "" = the current one
     image_mirror: str = ""  # "host[:port][/prefix]" that is asked in place of Docker Hub
     image_login_file: str = ""  # in the form of docker's config.json; "" = nobody in particular
     image_disk_gb: float = 0.0  # of all images pulled; the longest unused go; 0 = no limit

@@ -140,7 +140,7 @@ _CHOICES = {
     "learner.remat": ("none", "full", "attn_out", "dots"),
     "learner.schedule": ("constant", "cosine"),
     "learner.reference_dtype": ("float32", "bfloat16"),
-    "sandbox.backend": ("bwrap", "docker", "process", "remote"),
+    "sandbox.backend": ("bwrap", "docker", "process", "remote", "kubernetes"),
     "actor.runtime": ("local", "ray"),
     "agent.kind": (OWN_LOOP, "mini_swe_agent", "openhands"),
     "agent.prompt_style": ("compact", "full"),
@@ -321,11 +321,12 @@ def _check_agent(config: RunConfig) -> None:
             f"agent.kind = {config.agent.kind!r} needs a second uid for the agent's program, and "
             "sandbox.backend = 'process' has none: use bwrap (as root) or docker"
         )
-    if config.sandbox.backend == "remote" or config.actor.runtime == "ray":
+    if config.sandbox.backend in ("remote", "kubernetes") or config.actor.runtime == "ray":
         raise ConfigError(
             f"agent.kind = {config.agent.kind!r} shares a socket of this machine with the agent's "
-            "program, which no other machine can (sandbox.backend = 'remote', actor.runtime = "
-            "'ray'): use 'codeact', or sandbox.backend = 'bwrap' or 'docker' on this machine"
+            "program, which no other machine can (sandbox.backend = 'remote' or 'kubernetes', "
+            "actor.runtime = 'ray'): use 'codeact', or sandbox.backend = 'bwrap' or 'docker' on "
+            "this machine"
         )
 
 

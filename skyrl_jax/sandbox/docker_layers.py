@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import os
 import tarfile
 import tempfile
@@ -99,6 +100,15 @@ def put_layer(client: Any, container: str, layer: str, seeded: str) -> None:
                 archive.add(os.path.join(layer, name), arcname=name, filter=owned_by_agent)
         spool.seek(0)
         client.put_archive(container, "/", spool)
+
+
+def layer_tar(layer: str) -> bytes:
+    """Return a layer as a tar whose members all belong to uid 1."""
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        for name in sorted(os.listdir(layer)):
+            archive.add(os.path.join(layer, name), arcname=name)
+    return out.getvalue()
 
 
 def _digest(image_id: str, layers: Sequence[str], seeded: str) -> str:

@@ -15,6 +15,7 @@ from skyrl_jax.sandbox.fleet import FleetProvider
 from skyrl_jax.sandbox.host_process import TOKEN_VARIABLE, read_token
 from skyrl_jax.sandbox.image_store import ImageOptions
 from skyrl_jax.sandbox.images import base_image
+from skyrl_jax.sandbox.kubernetes import KubernetesProvider
 from skyrl_jax.sandbox.pool import OpenProvider, WarmPool
 from skyrl_jax.sandbox.process import ProcessProvider
 from skyrl_jax.sandbox.ray_hosts import RayProvider
@@ -67,7 +68,16 @@ def _backend(cfg: SandboxConfig, run_id: str, cache_dir: Path, actor: ActorConfi
         )
     if cfg.backend == "process":
         return ProcessProvider(run_id=run_id, cache_dir=cache_dir)
-    raise ConfigError(f"sandbox.backend is {cfg.backend!r}: use bwrap, docker, process or remote")
+    if cfg.backend == "kubernetes":
+        return KubernetesProvider(
+            run_id=run_id,
+            cache_dir=cache_dir,
+            namespace=cfg.kubernetes_namespace,
+            context=cfg.kubernetes_context,
+        )
+    raise ConfigError(
+        f"sandbox.backend is {cfg.backend!r}: use bwrap, docker, process, remote or kubernetes"
+    )
 
 
 def _say(line: str) -> None:
