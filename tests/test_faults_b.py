@@ -221,8 +221,8 @@ def test_221_a_failing_image_build_stops_the_training(
         provider = DockerProvider(run_id="b221", cache_dir=CACHE, host=host)
         async with proxy.serve(f"{tmp_path}/d.sock"), provider:
             began = time.monotonic()
-            with pytest.raises(ImageError, match="no-such-image"):
-                await provider.create(docker.spec(image="no-such-image:1"))
+            with pytest.raises(ImageError, match="skyrl-none"):
+                await provider.create(docker.spec(image="skyrl-none:1"))
             assert time.monotonic() - began < 10 and provider.live == 0
             box = await provider.create(docker.spec())
             await box.destroy()

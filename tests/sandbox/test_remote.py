@@ -736,7 +736,7 @@ def test_a_host_of_containers(daemon: str, docker_image: str, layer: Path) -> No
             with pytest.raises(SandboxGone):
                 await box.ping()
             with pytest.raises(ImageError):
-                await provider.create(dataclasses.replace(spec, image="no-such-image:latest"))
+                await provider.create(dataclasses.replace(spec, image="skyrl-none:never"))
             assert await live(host.url) == 0
 
     try:
