@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import uvloop
 
 from skyrl_jax.core.errors import SkyrlError
+from skyrl_jax.sandbox.docker_daemon import DockerOptions
 from skyrl_jax.sandbox.host_process import (
     BACKENDS,
     TOKEN_VARIABLE,
@@ -29,6 +30,7 @@ from skyrl_jax.sandbox.host_process import (
     read_token,
     serve_host,
 )
+from skyrl_jax.sandbox.image_store import ImageOptions
 
 _TOKEN_FILE = flags.DEFINE_string("token_file", "", f"file of the token; else ${TOKEN_VARIABLE}")
 _BACKEND = flags.DEFINE_enum("backend", "bwrap", BACKENDS, "what makes the sandboxes")
@@ -39,6 +41,11 @@ _CREATES = flags.DEFINE_integer("creates", 8, "sandboxes being made at once; mor
 _LEASE_S = flags.DEFINE_float("lease_s", 60.0, "an owner silent for so long loses its sandboxes", 1)
 _CACHE = flags.DEFINE_string("cache_dir", ".cache", "base image and compiled helpers")
 _IMAGES = flags.DEFINE_string("images", "", "bwrap: folder of root filesystems, known by name")
+_RUNTIME = flags.DEFINE_string("docker_runtime", "", "OCI runtime, such as runsc")
+_READ_ONLY = flags.DEFINE_boolean("docker_read_only", False, "read-only root, tmpfs of disk_mb")
+_MIRROR = flags.DEFINE_string("image_mirror", "", "asked in place of Docker Hub: HOST[:PORT]")
+_LOGINS = flags.DEFINE_string("image_login_file", "", "such as ~/.docker/config.json")
+_DISK_GB = flags.DEFINE_float("image_disk_gb", 0.0, "of pulled images; 0 = no limit", 0)
 _LAYER_MB = flags.DEFINE_integer("layer_mb", 20_000, "disk for layers that clients send, MiB", 1)
 
 
@@ -58,6 +65,10 @@ def _main(argv: list[str]) -> int:
             cache_dir=Path(_CACHE.value).resolve(),
             images=Path(_IMAGES.value).resolve() if _IMAGES.value else None,
             layer_mb=_LAYER_MB.value,
+            docker=DockerOptions(runtime=_RUNTIME.value, read_only=_READ_ONLY.value),
+            docker_images=ImageOptions(
+                mirror=_MIRROR.value, login_file=_LOGINS.value, disk_gb=_DISK_GB.value
+            ),
         )
         uvloop.run(serve_host(options, lambda url: print(f"sandbox host: {url}", flush=True)))
     except (SkyrlError, OSError) as error:

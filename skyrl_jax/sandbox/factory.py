@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 from skyrl_jax.core.config import LOCAL_ACTOR, ActorConfig, SandboxConfig
 from skyrl_jax.core.errors import ConfigError
@@ -41,39 +42,35 @@ def make_provider(
 
 
 def _backend(cfg: SandboxConfig, run_id: str, cache_dir: Path, actor: ActorConfig) -> OpenProvider:
+    docker = DockerOptions(
+        runtime=cfg.docker_runtime,
+        read_only=cfg.docker_read_only,
+        connections=cfg.docker_connections,
+        call_timeout_s=cfg.docker_timeout_s,
+    )
+    images = ImageOptions(
+        mirror=cfg.image_mirror,
+        login_file=cfg.image_login_file,
+        disk_gb=cfg.image_disk_gb,
+        pulls=cfg.image_pulls,
+        pull_timeout_s=cfg.image_pull_timeout_s,
+    )
+    here: dict[str, Any] = {"run_id": run_id, "cache_dir": cache_dir}
     if actor.runtime == "ray":
-        return RayProvider(actor, backend=cfg.backend, run_id=run_id, cache_dir=cache_dir)
+        return RayProvider(actor, backend=cfg.backend, docker=docker, images=images, **here)
     if cfg.backend == "remote":
         token = read_token(cfg.token_file, os.environ.get(TOKEN_VARIABLE, ""))
         name = cfg.token_file or f"the environment variable {TOKEN_VARIABLE}"
         return FleetProvider(cfg.hosts, token=token, token_name=name)
     if cfg.backend == "bwrap":
-        return BwrapProvider(run_id=run_id, cache_dir=cache_dir)
+        return BwrapProvider(**here)
     if cfg.backend == "docker":
-        options = DockerOptions(
-            runtime=cfg.docker_runtime,
-            read_only=cfg.docker_read_only,
-            connections=cfg.docker_connections,
-            call_timeout_s=cfg.docker_timeout_s,
-        )
-        images = ImageOptions(
-            mirror=cfg.image_mirror,
-            login_file=cfg.image_login_file,
-            disk_gb=cfg.image_disk_gb,
-            pulls=cfg.image_pulls,
-            pull_timeout_s=cfg.image_pull_timeout_s,
-        )
-        return DockerProvider(
-            run_id=run_id, cache_dir=cache_dir, options=options, images=images, say=_say
-        )
+        return DockerProvider(options=docker, images=images, say=_say, **here)
     if cfg.backend == "process":
-        return ProcessProvider(run_id=run_id, cache_dir=cache_dir)
+        return ProcessProvider(**here)
     if cfg.backend == "kubernetes":
         return KubernetesProvider(
-            run_id=run_id,
-            cache_dir=cache_dir,
-            namespace=cfg.kubernetes_namespace,
-            context=cfg.kubernetes_context,
+            namespace=cfg.kubernetes_namespace, context=cfg.kubernetes_context, **here
         )
     raise ConfigError(
         f"sandbox.backend is {cfg.backend!r}: use bwrap, docker, process, remote or kubernetes"

@@ -18,9 +18,11 @@ from aiohttp import web
 from skyrl_jax.core.errors import ConfigError, ImageError
 from skyrl_jax.sandbox.bwrap import BwrapProvider
 from skyrl_jax.sandbox.docker import DockerProvider
+from skyrl_jax.sandbox.docker_daemon import DockerOptions
 from skyrl_jax.sandbox.host import SandboxHost
 from skyrl_jax.sandbox.host_layers import LayerStore
 from skyrl_jax.sandbox.host_server import make_app
+from skyrl_jax.sandbox.image_store import ImageOptions
 from skyrl_jax.sandbox.images import base_image
 from skyrl_jax.sandbox.process import ProcessProvider
 
@@ -44,6 +46,8 @@ class HostOptions:
     cache_dir: Path = Path(".cache")
     images: Path | None = None  # bwrap: root filesystems by name
     layer_mb: int = 20_000
+    docker: DockerOptions = field(default_factory=DockerOptions)
+    docker_images: ImageOptions = field(default_factory=ImageOptions)
 
 
 def read_token(file: str, variable: str = "") -> str:
@@ -129,7 +133,12 @@ def _provider(
     if options.backend == "bwrap":
         return BwrapProvider(run_id=run_id, cache_dir=options.cache_dir)
     if options.backend == "docker":
-        return DockerProvider(run_id=run_id, cache_dir=options.cache_dir)
+        return DockerProvider(
+            run_id=run_id,
+            cache_dir=options.cache_dir,
+            options=options.docker,
+            images=options.docker_images,
+        )
     if options.backend == "process":
         return ProcessProvider(run_id=run_id, cache_dir=options.cache_dir)
     raise ConfigError(f"--backend={options.backend}: use {', '.join(BACKENDS)}")

@@ -22,8 +22,10 @@ from typing import Any, Self
 from skyrl_jax.core.config import ActorConfig
 from skyrl_jax.core.errors import ConfigError, InfraError, SkyrlError
 from skyrl_jax.core.protocols import SandboxSpec
+from skyrl_jax.sandbox.docker_daemon import DockerOptions
 from skyrl_jax.sandbox.fleet import FleetProvider
 from skyrl_jax.sandbox.host_process import HostOptions, open_host, raise_file_limit
+from skyrl_jax.sandbox.image_store import ImageOptions
 from skyrl_jax.sandbox.remote import RemoteSandbox
 
 WATCH_S = 2.0  # between two looks at the cluster
@@ -75,10 +77,22 @@ class RayProvider:
         backend: what the hosts make sandboxes with.
         run_id: part of the names of what lies on the nodes.
         cache_dir: of every node: base image and compiled helpers.
+        docker: of the hosts with docker.
+        images: of the same; a login file must lie on every node.
     """
 
-    def __init__(self, cfg: ActorConfig, *, backend: str, run_id: str, cache_dir: Path) -> None:
+    def __init__(
+        self,
+        cfg: ActorConfig,
+        *,
+        backend: str,
+        run_id: str,
+        cache_dir: Path,
+        docker: DockerOptions | None = None,
+        images: ImageOptions | None = None,
+    ) -> None:
         """Keep the settings; nothing is started."""
+        self._docker = (docker or DockerOptions(), images or ImageOptions())
         self._cfg = cfg
         self._backend = backend
         self._run_id = run_id
@@ -264,6 +278,8 @@ class RayProvider:
             capacity=self._cfg.host_capacity,
             lease_s=self._cfg.host_lease_s,
             cache_dir=self._cache_dir,
+            docker=self._docker[0],
+            docker_images=self._docker[1],
         )
         kind = self._ray.remote(HostActor).options(
             num_cpus=0,
