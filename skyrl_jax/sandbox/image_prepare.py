@@ -47,7 +47,7 @@ rm -rf .git/logs
 git read-tree "$commit"
 git update-index -q --refresh >/dev/null 2>&1 || true
 git repack -a -d -q
-rm -f .git/objects/info/alternates
+rm -rf .git/objects/info/alternates .git/objects/info/commit-graph .git/objects/info/commit-graphs
 git prune --expire=now
 rm -rf .git/logs .git/packed-refs.lock
 git cat-file --batch-all-objects --batch-check='%(objecttype)' >"$HOME/types"

@@ -146,9 +146,11 @@ def _rollout() -> RolloutConfig:
         live_sandboxes=2,
         init_concurrency=2,
         grade_concurrency=2,
+        create_timeout_s=60.0,
         init_timeout_s=60.0,
         run_timeout_s=90.0,
         grade_timeout_s=20.0,
+        destroy_timeout_s=30.0,
         breaker=0,
     )
 
