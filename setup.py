@@ -27,6 +27,12 @@ EXTRAS = {
     "docker": [
         "docker>=7.1",  # docker SDK: the docker sandbox backend
     ],
+    "ray": [
+        "ray>=2.60,<2.61",  # places sandbox hosts over the nodes of a cluster (actor.runtime="ray")
+    ],
+    "kubernetes": [
+        "kubernetes>=31",  # official client: sandboxes as pods (sandbox.backend="kubernetes")
+    ],
     "parquet": [
         "pyarrow>=15",  # SWE-bench rows in parquet files
     ],

@@ -21,6 +21,7 @@ from typing import Any
 import gateway_promises
 import learner_promises
 import main_job
+import sandbox_promises
 from checks import (
     ROOT,
     Clone,
@@ -37,6 +38,7 @@ SUITES: dict[str, Sequence[Part]] = {
     "01-main-job": main_job.PARTS,
     "02-learner": learner_promises.PARTS,
     "03-gateway": gateway_promises.PARTS,
+    "04-sandboxes": sandbox_promises.PARTS,
 }
 
 

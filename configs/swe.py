@@ -150,9 +150,11 @@ def _tiny_episodes(c: ConfigDict) -> None:
     c.rollout.live_sandboxes = 16
     c.rollout.init_concurrency = 2
     c.rollout.grade_concurrency = 4
+    c.rollout.create_timeout_s = 30.0
     c.rollout.init_timeout_s = 60.0
     c.rollout.run_timeout_s = 120.0
     c.rollout.grade_timeout_s = 150.0  # a lost grading sandbox is tried once more: 2 x 60 s
+    c.rollout.destroy_timeout_s = 60.0
     c.rollout.breaker = 10
     c.rollout.replay_routing = False  # dense
 
@@ -178,6 +180,30 @@ def _tiny_episodes(c: ConfigDict) -> None:
     c.sandbox.command_timeout_s = 10.0
     c.sandbox.lifetime_s = 600.0
     c.sandbox.best_effort = True
+    c.sandbox.warm = 0  # kept ready for the next episodes; bwrap starts in milliseconds
+    c.sandbox.warm_creates = 2
+    c.sandbox.docker_runtime = ""  # "" = the daemon's default; "runsc" = gVisor, where it is known
+    c.sandbox.docker_read_only = False
+    c.sandbox.docker_connections = 16
+    c.sandbox.docker_timeout_s = 60.0
+    c.sandbox.kubernetes_namespace = "default"  # backend "kubernetes"
+    c.sandbox.kubernetes_context = ""
+    c.sandbox.image_mirror = ""  # "registry.example.org:5000": asked in place of Docker Hub
+    c.sandbox.image_login_file = ""  # such as ~/.docker/config.json
+    c.sandbox.image_disk_gb = 0.0  # 0 = no limit
+    c.sandbox.image_pulls = 2
+    c.sandbox.image_pull_timeout_s = 1800.0
+    c.sandbox.hosts = ()  # backend "remote": URLs of launchers/sandbox_host.py
+    c.sandbox.token_file = ""  # "" = the environment variable SKYRL_SANDBOX_TOKEN
+
+    c.actor = ConfigDict()
+    c.actor.runtime = "local"  # "ray": sandbox hosts over the nodes of a Ray cluster
+    c.actor.ray_address = "auto"
+    c.actor.ray_hosts = 0  # 0 = one on every node that has ray_resource
+    c.actor.ray_resource = ""
+    c.actor.ray_workers = 0  # processes that play the episodes; 0 = this one does
+    c.actor.host_capacity = 64
+    c.actor.host_lease_s = 60.0
 
 
 def _tiny_run(c: ConfigDict) -> None:
@@ -275,13 +301,16 @@ def _qwen3_8b() -> ConfigDict:
     c.rollout.update(revisit_fraction=0.0)
     c.rollout.update(max_prompt_tokens=31_232, max_new_tokens=1536, max_episode_tokens=32_768)
     c.rollout.update(init_concurrency=16, grade_concurrency=32)
-    c.rollout.update(init_timeout_s=3600.0, run_timeout_s=5400.0, grade_timeout_s=1200.0)
+    # what passes is graded twice (tasks/swe/second_look.py): 2 x 900 s, and their sandboxes
+    c.rollout.update(init_timeout_s=3600.0, run_timeout_s=5400.0, grade_timeout_s=2000.0)
+    c.rollout.update(create_timeout_s=300.0, destroy_timeout_s=120.0)
     c.agent.update(prompt_style="full", observation_tokens=8192)
     c.engine.update(slots=256, max_context=32_768, prefill_chunk=64, request_timeout_s=1800.0)
     c.engine.update(start_timeout_s=1800.0, servers=("http://127.0.0.1:30000",))
     c.sandbox.update(backend="docker", cpus=1.0, memory_mb=4096, pids=512, disk_mb=8192)
     # best_effort: docker cannot limit a container's disk on most storage drivers (it warns)
     c.sandbox.update(command_timeout_s=300.0, lifetime_s=10_800.0, best_effort=True)
+    c.sandbox.update(warm=16, warm_creates=4, docker_connections=64)
     c.tasks.update(source="swe_gym.parquet", train=293, heldout=23, unseen=0)
     c.sft.update(max_steps=0)
     c.eval.update(episodes=23, unseen_episodes=0)

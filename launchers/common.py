@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
+import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from absl import app, flags
 from ml_collections import config_flags
@@ -12,6 +15,8 @@ from ml_collections import config_flags
 from skyrl_jax.core.config import RunConfig, known_keys, parse_config, unknown_key_message
 from skyrl_jax.core.errors import ConfigError, SkyrlError
 from skyrl_jax.core.validate import validate_config
+
+T = TypeVar("T")
 
 
 def define_config_flag() -> flags.FlagHolder:
@@ -50,8 +55,30 @@ def run_main(main: Callable[[list[str]], int | None]) -> None:
         except (SkyrlError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 2
+        except KeyboardInterrupt:
+            print("stopped", file=sys.stderr)
+            return 130
 
     app.run(guarded, flags_parser=_parse_flags)
+
+
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """Run a job to its end; SIGTERM cancels it as Ctrl-C does, so that it closes what it opened.
+
+    Raises:
+        KeyboardInterrupt: it was stopped by one of the two, and has closed everything.
+    """
+
+    async def main() -> T:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        return await work
+
+    try:
+        return asyncio.run(main())
+    except asyncio.CancelledError:
+        raise KeyboardInterrupt from None
 
 
 def _parse_flags(argv: list[str]) -> list[str]:

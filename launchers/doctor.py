@@ -1,12 +1,19 @@
-"""Look at a part of a job before the job is run.
+"""Look at a part of a job before the job is run, or at what one left behind.
 
 python launchers/doctor.py template --tokenizer=DIR | --template=FILE [--variables=JSON] [--json]
+python launchers/doctor.py sandboxes [--remove] [--json]
 
 "template": which parts of a model's chat template are append-only, and what training does about
 those that are not (docs/renderer.md). DIR is a Hugging Face folder; FILE is a jinja2 template, read
 with DIR's special tokens where both are given. --json prints one object
 {"template": ..., "matrix": {"tool": "ok" | "P@4" | "H@2" | "DIFF" | "same" | "raises", ...}}.
 Exit code: 0 whatever the verdicts, 2 something is wrong.
+
+"sandboxes": this user's open sandboxes on this machine, by run, and what dead runs left: cgroups,
+containers (of the daemons they used and of DOCKER_HOST), folders and processes. --remove ends and
+removes the leftovers; sandboxes of living owners and of other users are never touched. --json
+prints {"live": [{"run", "backend", "open", "since"}], "left": [{"backend", "run", "what",
+"problem"}]}. Exit code: 0 nothing is left (any more), 1 something is, 2 something is wrong.
 """
 
 from __future__ import annotations
@@ -14,6 +21,8 @@ from __future__ import annotations
 import functools
 import json
 import sys
+import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +35,15 @@ from skyrl_jax.core.errors import ConfigError, SkyrlError
 from skyrl_jax.generation.renderer import open_renderer
 from skyrl_jax.generation.renderer.folder import read_template
 from skyrl_jax.generation.renderer.matrix import check_template, describe, difference
+from skyrl_jax.sandbox.reaper import reap
+from skyrl_jax.sandbox.registry import runs
 
 _TOKENIZER = flags.DEFINE_string("tokenizer", "", "Hugging Face folder with tokenizer.json")
 _TEMPLATE = flags.DEFINE_string("template", "", "file with a jinja2 chat template")
 _VARIABLES = flags.DEFINE_string(
     "variables", "{}", 'what the template reads besides, e.g. {"enable_thinking": false}'
 )
+_REMOVE = flags.DEFINE_boolean("remove", False, "remove what dead runs left of their sandboxes")
 _JSON = flags.DEFINE_boolean("json", False, "print one JSON object and nothing else")
 
 
@@ -87,7 +99,33 @@ def _variables(text: str) -> dict[str, Any]:
     return value
 
 
-COMMANDS = {"template": template}
+def sandboxes(argv: list[str]) -> int:
+    """List the living runs' sandboxes and the dead runs' leftovers; remove these when asked."""
+    del argv
+    live = [run for run in runs() if run.alive]
+    left = reap(remove=_REMOVE.value, strays=True)
+    bad = [item for item in left if item.problem or not _REMOVE.value]
+    if _JSON.value:
+        alive = [
+            {"run": run.run, "backend": run.backend, "open": len(run.open), "since": run.since}
+            for run in live
+        ]
+        print(json.dumps({"live": alive, "left": [asdict(item) for item in left]}), flush=True)
+        return 1 if bad else 0
+    for run in live:
+        since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.since))
+        print(f"live  {run.backend:<8}{run.run}: {len(run.open)} open, since {since}")
+    for item in left:
+        done = item.problem or ("removed" if _REMOVE.value else "")
+        print(f"left  {item.backend:<8}{item.run}: {item.what}" + (f" ({done})" if done else ""))
+    if not left:
+        print("no dead run left anything")
+    elif bad and not _REMOVE.value:
+        print("remove what is left by: python launchers/doctor.py sandboxes --remove")
+    return 1 if bad else 0
+
+
+COMMANDS = {"template": template, "sandboxes": sandboxes}
 
 
 def _main(command: str, argv: list[str]) -> int:

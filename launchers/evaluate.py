@@ -1,10 +1,12 @@
 """Grade SWE-bench rows through the real sandbox and grader.
 
 Command    python launchers/evaluate.py --config=configs/swe.py --tasks=FILE --agent=gold|noop
-           [--ids=a,b] [--cache_dir=.cache]
+           [--ids=a,b] [--cache_dir=.cache] [--images]
 
-FILE is JSON, JSONL or parquet. "gold" submits each row's own patch, "noop" changes nothing. The
-last line printed is one JSON object {"resolved", "total", "infra_failures", "rows": [...]}.
+FILE is JSON, JSONL or parquet. "gold" submits each row's own patch, "noop" changes nothing.
+--images takes each row's tree from its own container image (docker), pulled where it is not here,
+in place of a near release from PyPI. The last line printed is one JSON object
+{"resolved", "total", "infra_failures", "rows": [...]}.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from absl import flags
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from launchers.common import define_config_flag, read_config, run_main
+from launchers.common import define_config_flag, read_config, run_async, run_main
 from skyrl_jax.core.config import RunConfig, SandboxConfig
 from skyrl_jax.core.errors import ConfigError
 from skyrl_jax.sandbox.bwrap import prepare_layer
@@ -29,12 +31,14 @@ from skyrl_jax.sandbox.factory import make_provider, resolve_image
 from skyrl_jax.tasks.swe.rows_suite import rows_suite, select_rows
 from skyrl_jax.tasks.swe.suite import HARNESS_TIMEOUT_S
 from skyrl_jax.train.evaluate_rows import AGENTS, evaluate_rows
+from skyrl_jax.train.row_images import ready_images
 
 _CONFIG = define_config_flag()
 _TASKS = flags.DEFINE_string("tasks", None, "file of SWE-bench rows (JSON, JSONL or parquet)")
 _AGENT = flags.DEFINE_enum("agent", "gold", AGENTS, "what is submitted")
 _IDS = flags.DEFINE_list("ids", [], "only these instances")
 _CACHE = flags.DEFINE_string("cache_dir", ".cache", "folder shared over runs (images, trees)")
+_IMAGES = flags.DEFINE_boolean("images", False, "use each row's own container image (docker)")
 
 # Real test suites need more than the tiny repositories that a preset may be sized for.
 _LEAST_MEMORY_MB = 2048
@@ -49,7 +53,7 @@ def main(argv: list[str]) -> int:
     config = read_config(_CONFIG)
     if not _TASKS.value:
         raise ConfigError("--tasks is missing; name a file of SWE-bench rows")
-    result = asyncio.run(_evaluate(config, Path(_TASKS.value), _AGENT.value, tuple(_IDS.value)))
+    result = run_async(_evaluate(config, Path(_TASKS.value), _AGENT.value, tuple(_IDS.value)))
     for row in result["rows"]:
         print(_line(row), flush=True)
     print(json.dumps(result), flush=True)
@@ -62,17 +66,20 @@ async def _evaluate(
     rows = select_rows(path, ids)
     cache = Path(_CACHE.value).absolute()
     sandbox = _roomy(config.sandbox)
-    image = await asyncio.to_thread(resolve_image, sandbox, cache)
-    suite = await asyncio.to_thread(
-        rows_suite,
-        rows,
-        agent=replace(config.agent, prompt_style="full"),
-        sandbox=sandbox,
-        image=image,
-        cache=cache / "swe",
-        prepare=prepare_layer,
-    )
-    async with make_provider(sandbox, run_id="evaluate", cache_dir=cache) as provider:
+    image = await asyncio.to_thread(resolve_image, sandbox, cache, config.actor)
+    async with make_provider(
+        sandbox, run_id="evaluate", cache_dir=cache, actor=config.actor
+    ) as provider:
+        suite = await asyncio.to_thread(
+            rows_suite,
+            rows,
+            agent=replace(config.agent, prompt_style="full"),
+            sandbox=sandbox,
+            image=image,
+            cache=cache / "swe",
+            prepare=prepare_layer,
+            images=await ready_images(rows, provider) if _IMAGES.value else None,
+        )
         return await evaluate_rows(
             suite,
             suite.tasks("all"),

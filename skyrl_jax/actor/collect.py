@@ -14,7 +14,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from skyrl_jax.actor.board import Board, make_gates
-from skyrl_jax.actor.episodes import GRACE_S, ActorContext, Outcome, run_episode
+from skyrl_jax.actor.budgets import BudgetedProvider
+from skyrl_jax.actor.episodes import (
+    GRACE_S,
+    ActorContext,
+    EpisodeRunner,
+    Outcome,
+    run_episode,
+)
+from skyrl_jax.actor.foresight import Foresight
 from skyrl_jax.batching.sequences import AGENT
 from skyrl_jax.core.config import RolloutConfig
 from skyrl_jax.core.errors import BreakerOpen, ConfigError, HostError
@@ -95,11 +103,14 @@ async def collect(
     rollout: RolloutConfig,
     on_progress: Callable[[Progress], None] | None = None,
     board: Board | None = None,
+    run: EpisodeRunner = run_episode,
 ) -> Collected:
     """Run ``samples`` episodes of each task and return their groups in task order.
 
     No task may occur twice (an episode's seed is its task, sample, turn and phase). A ``board``
-    from outside is filled with where each episode is.
+    from outside is filled with where each episode is. A provider that can is told which sandboxes
+    are coming (foresight.py). ``run`` plays an episode in another place than this process
+    (actor/ray_workers.py).
 
     Raises:
         BreakerOpen: ``rollout.breaker`` host failures in a row.
@@ -109,7 +120,7 @@ async def collect(
         raise ValueError("a task occurs twice in one collection; its samples would be equal")
     context = ActorContext(
         suite=suite,
-        provider=provider,
+        provider=BudgetedProvider(provider, rollout.create_timeout_s),
         generator=generator,
         agent=agent,
         rollout=rollout,
@@ -118,10 +129,12 @@ async def collect(
     )
     tally = _Tally(total=len(tasks) * samples, breaker=rollout.breaker, on_progress=on_progress)
     slots: list[list[Outcome | None]] = [[None] * samples for _ in tasks]
+    foresight = Foresight(suite, provider, samples)
 
     async def one(row: int, column: int) -> None:
-        outcome = await run_episode(context, tasks[row], column)
+        outcome = await run(context, tasks[row], column)
         slots[row][column] = outcome
+        foresight.end_episode(tasks[row])
         tally.add(outcome, context.board)
 
     longest = _longest(rollout, tally.total)
@@ -132,6 +145,7 @@ async def collect(
     limit = asyncio.timeout(longest)
     try:
         async with limit, asyncio.TaskGroup() as group:
+            group.create_task(foresight.announce(tasks))
             for row in range(len(tasks)):
                 for column in range(samples):
                     group.create_task(one(row, column))
@@ -143,6 +157,7 @@ async def collect(
         ) from None
     finally:
         alarm.cancel()
+        foresight.end()
     return _collected(tasks, slots, tally)
 
 
@@ -169,7 +184,7 @@ def _longest(rollout: RolloutConfig, total: int) -> float:
     stages = rollout.init_timeout_s + rollout.run_timeout_s + rollout.grade_timeout_s
     narrowest = min(rollout.live_sandboxes, rollout.init_concurrency, rollout.grade_concurrency)
     waves = math.ceil(total / max(1, narrowest))
-    return max(1, waves) * 2 * (stages + 3 * GRACE_S)
+    return max(1, waves) * 2 * (stages + 2 * GRACE_S + rollout.destroy_timeout_s)
 
 
 @dataclass(slots=True, kw_only=True)

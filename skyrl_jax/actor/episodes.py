@@ -41,7 +41,7 @@ from skyrl_jax.core.types import (
 )
 
 T = TypeVar("T")
-GRACE_S = 60.0  # for taking the submission after the run's time is over, and for closing
+GRACE_S = 60.0  # for taking the submission after the run's time is over
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,6 +75,10 @@ class Outcome:
     detail: str = ""
 
 
+# Plays an episode and grades it; only cancellation is raised. ``run_episode`` is one.
+EpisodeRunner = Callable[[ActorContext, Task, int], Awaitable[Outcome]]
+
+
 async def run_episode(context: ActorContext, task: Task, sample_index: int) -> Outcome:
     """Run one episode and grade it; only cancellation is raised."""
     attempt = _Attempt(context=context, task=task, sample_index=sample_index)
@@ -83,6 +87,22 @@ async def run_episode(context: ActorContext, task: Task, sample_index: int) -> O
             return await _with_second_chance(attempt)
         finally:
             context.board.leave(attempt.rollout_id)
+
+
+def failed_outcome(task: Task, sample_index: int, fault: Fault) -> Outcome:
+    """Return the outcome of an episode that the host side lost before anything came back."""
+    episode = Episode(
+        task_id=task.task_id,
+        sample_index=sample_index,
+        messages=(),
+        turns=(),
+        status=Status.FAILED,
+        reason=f"infra:{fault.cause}",
+        submission=None,
+        temperature=1.0,
+    )
+    trajectory = Trajectory(episode=episode, score=None)
+    return Outcome(trajectory=trajectory, sampled_tokens=0, detail=fault.detail)
 
 
 async def _with_second_chance(attempt: _Attempt) -> Outcome:
@@ -121,7 +141,7 @@ class _Attempt:
         try:
             episode = await self._run(world, recorder)
         finally:
-            note = await self._timed("close", close_environment(world))
+            note = await self._timed("close", self._close(world))
         if isinstance(episode, Fault):
             if episode.host:
                 return self._failed(episode, recorder, world.messages)
@@ -154,12 +174,15 @@ class _Attempt:
             try:
                 return _World(environment, await environment.reset())
             except CapacityError:
-                await close_environment(environment)
+                await self._close(environment)
                 await asyncio.sleep(pause)
                 pause = min(2 * pause, 5.0)
             except BaseException:
-                await close_environment(environment)
+                await self._close(environment)
                 raise
+
+    async def _close(self, environment: Environment) -> str:
+        return await close_environment(environment, self.context.rollout.destroy_timeout_s)
 
     async def _run(self, world: _World, recorder: _Recorder) -> Episode | Fault:
         self.context.board.enter(self.rollout_id, "run")
@@ -256,19 +279,19 @@ async def _stage(name: str, seconds: float, work: Callable[[], Awaitable[T]]) ->
         return blame(error, name)
 
 
-async def close_environment(environment: Environment) -> str:
+async def close_environment(environment: Environment, seconds: float) -> str:
     """Close, also while being cancelled; return what went wrong (the reaper sees to the rest)."""
     closing = asyncio.ensure_future(environment.close())
     try:
-        await asyncio.wait({closing}, timeout=GRACE_S)
+        await asyncio.wait({closing}, timeout=seconds)
     except asyncio.CancelledError:
-        await asyncio.wait({closing}, timeout=GRACE_S)
+        await asyncio.wait({closing}, timeout=seconds)
         raise
     finally:
         if not closing.done():
             closing.cancel()
     if closing.cancelled() or not closing.done():
-        return f"closing the environment took longer than {GRACE_S:g} s"
+        return f"closing the environment took longer than {seconds:g} s"
     error = closing.exception()
     return "" if error is None else f"closing the environment: {type(error).__name__}: {error}"
 

@@ -131,9 +131,12 @@ class RolloutConfig:
     live_sandboxes: int  # one semaphore
     init_concurrency: int
     grade_concurrency: int
-    init_timeout_s: float
-    run_timeout_s: float
+    # Budgets of one episode, each with its own end (actor/blame.py says whose fault it is).
+    create_timeout_s: float  # one sandbox, each time one is made
+    init_timeout_s: float  # the set-up: creation, waiting for room and what the world needs
+    run_timeout_s: float  # the agent
     grade_timeout_s: float
+    destroy_timeout_s: float  # closing the world
     breaker: int  # host failures in a row that stop the run
     # The learner sends each token through the experts that the engine sent it through (the server
     # must tell them). Only code may leave this out, as in ModelConfig.
@@ -170,7 +173,7 @@ class EngineConfig:
 class SandboxConfig:
     """Where commands run."""
 
-    backend: str  # "bwrap" | "docker" | "process"
+    backend: str  # "bwrap" | "docker" | "process" | "remote"; with Ray: of the hosts
     image: str  # "" = the base image made on this machine
     cpus: float
     memory_mb: int
@@ -179,6 +182,46 @@ class SandboxConfig:
     command_timeout_s: float
     lifetime_s: float
     best_effort: bool
+    warm: int  # sandboxes kept ready beside rollout.live_sandboxes; 0 = off
+    warm_creates: int  # of them made at a time
+    docker_runtime: str  # "" = the daemon's default; "runsc", ...
+    docker_read_only: bool  # tmpfs of disk_mb for the working directory and /tmp
+    docker_connections: int  # to the daemon, at a time
+    docker_timeout_s: float  # of one call to the daemon
+    # Only code may leave out these, as in ModelConfig.
+    kubernetes_namespace: str = "default"
+    kubernetes_context: str = ""  # of the kubeconfig; "" = the current one
+    image_mirror: str = ""  # "host[:port][/prefix]" that is asked in place of Docker Hub
+    image_login_file: str = ""  # in the form of docker's config.json; "" = nobody in particular
+    image_disk_gb: float = 0.0  # of all images pulled; the longest unused go; 0 = no limit
+    image_pulls: int = 2  # at a time
+    image_pull_timeout_s: float = 1800.0  # of one image, all tries together
+    hosts: tuple[str, ...] = ()  # backend "remote": URLs of launchers/sandbox_host.py
+    token_file: str = ""  # what they were started with; "" = the variable SKYRL_SANDBOX_TOKEN
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActorConfig:
+    """Where sandbox hosts run."""
+
+    runtime: str  # "local" (this process, or sandbox.hosts) | "ray"
+    ray_address: str  # of the cluster; "auto" = the one that this node belongs to
+    ray_hosts: int  # sandbox hosts, at most one a node; 0 = one on every node that can
+    ray_resource: str  # what a node must have one of for a host, e.g. "sandbox_host"; "" = nothing
+    ray_workers: int  # processes that play the episodes; 0 = this one does
+    host_capacity: int  # sandboxes at once on a host
+    host_lease_s: float  # an owner silent for so long loses its sandboxes
+
+
+LOCAL_ACTOR = ActorConfig(
+    runtime="local",
+    ray_address="auto",
+    ray_hosts=0,
+    ray_resource="",
+    ray_workers=0,
+    host_capacity=64,
+    host_lease_s=60.0,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -251,6 +294,7 @@ class RunConfig:
     sft: SftConfig
     eval: EvalConfig
     train: TrainConfig
+    actor: ActorConfig = LOCAL_ACTOR  # only code may leave it out, as in ModelConfig
 
 
 def parse_config(values: Mapping[str, Any]) -> RunConfig:

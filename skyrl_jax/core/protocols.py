@@ -133,6 +133,49 @@ class Sandbox(Protocol):
         ...
 
 
+class Snapshotting(Protocol):
+    """Takes the tree of a sandbox and makes others that have it (sandbox/snapshot.py)."""
+
+    async def snapshot(self, box: Sandbox, spec: SandboxSpec) -> Any:
+        """Return what lies in ``spec.workdir`` now; no command may run."""
+        ...
+
+    async def restore(self, snapshot: Any) -> Sandbox:
+        """Start a fresh sandbox of the same spec with that tree."""
+        ...
+
+
+@runtime_checkable
+class Pinged(Protocol):
+    """A sandbox that can be asked for a sign of life without starting a process in it."""
+
+    async def ping(self) -> None:
+        """Return when it has answered.
+
+        Raises:
+            SandboxGone, SandboxTimeout, InfraError: it will not.
+        """
+        ...
+
+
+@runtime_checkable
+class Warming(Protocol):
+    """A SandboxProvider that makes sandboxes in advance (sandbox/pool.py)."""
+
+    def prepare(self, spec: SandboxSpec, count: int) -> None:
+        """Say that ``count`` more creates of ``spec`` are to come (0: none); returns at once."""
+        ...
+
+
+@runtime_checkable
+class Foreseeing(Protocol):
+    """A TaskSuite that can say which sandboxes an episode will ask for."""
+
+    def upcoming(self, task: Task) -> Sequence[SandboxSpec]:
+        """Return the specs of one episode of ``task`` and its grading, in order."""
+        ...
+
+
 class SandboxProvider(Protocol):
     """Makes sandboxes."""
 

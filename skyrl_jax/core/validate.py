@@ -71,9 +71,11 @@ RANGES: dict[str, tuple[float, float]] = {
     "rollout.live_sandboxes": (1, _MOST),
     "rollout.init_concurrency": (1, _MOST),
     "rollout.grade_concurrency": (1, _MOST),
+    "rollout.create_timeout_s": (1, _INF),
     "rollout.init_timeout_s": (1, _INF),
     "rollout.run_timeout_s": (1, _INF),
     "rollout.grade_timeout_s": (1, _INF),
+    "rollout.destroy_timeout_s": (1, _INF),
     "rollout.breaker": (1, _MOST),
     "agent.observation_tokens": (1, _MOST),
     "engine.slots": (1, _MOST),
@@ -89,6 +91,17 @@ RANGES: dict[str, tuple[float, float]] = {
     "sandbox.disk_mb": (1, _MOST),
     "sandbox.command_timeout_s": (0.1, _INF),
     "sandbox.lifetime_s": (1, _INF),
+    "sandbox.warm": (0, 4096),
+    "sandbox.warm_creates": (1, 256),
+    "sandbox.docker_connections": (1, 1024),
+    "sandbox.docker_timeout_s": (1, _INF),
+    "sandbox.image_disk_gb": (0, _INF),
+    "sandbox.image_pulls": (1, 64),
+    "sandbox.image_pull_timeout_s": (1, _INF),
+    "actor.ray_hosts": (0, _MOST),
+    "actor.ray_workers": (0, _MOST),
+    "actor.host_capacity": (1, _MOST),
+    "actor.host_lease_s": (1, _INF),
     "tasks.train": (1, _MOST),
     "tasks.heldout": (0, _MOST),
     "tasks.unseen": (0, _MOST),
@@ -127,7 +140,8 @@ _CHOICES = {
     "learner.remat": ("none", "full", "attn_out", "dots"),
     "learner.schedule": ("constant", "cosine"),
     "learner.reference_dtype": ("float32", "bfloat16"),
-    "sandbox.backend": ("bwrap", "docker", "process"),
+    "sandbox.backend": ("bwrap", "docker", "process", "remote", "kubernetes"),
+    "actor.runtime": ("local", "ray"),
     "agent.kind": (OWN_LOOP, "mini_swe_agent", "openhands"),
     "agent.prompt_style": ("compact", "full"),
     "model.family": ("llama", "qwen2", "qwen3", "qwen3_moe"),
@@ -146,12 +160,15 @@ def validate_config(config: RunConfig) -> RunConfig:
         if value not in choices:
             raise ConfigError(f"{path} = {value!r}; known: {', '.join(choices)}")
     _check_ranges(config)
+    _check_sandbox(config)
     _check_sampling(config)
     _check_lengths(config)
     _check_mesh(config)
     _check_counts(config)
+    _check_budgets(config)
     _check_reasons(config)
     _check_agent(config)
+    _check_hosts(config)
     _check_objective(config)
     return config
 
@@ -297,10 +314,72 @@ def _check_reasons(config: RunConfig) -> None:
 
 
 def _check_agent(config: RunConfig) -> None:
-    if config.agent.kind != OWN_LOOP and config.sandbox.backend == "process":
+    if config.agent.kind == OWN_LOOP:
+        return
+    if config.sandbox.backend == "process":
         raise ConfigError(
             f"agent.kind = {config.agent.kind!r} needs a second uid for the agent's program, and "
             "sandbox.backend = 'process' has none: use bwrap (as root) or docker"
+        )
+    if config.sandbox.backend in ("remote", "kubernetes") or config.actor.runtime == "ray":
+        raise ConfigError(
+            f"agent.kind = {config.agent.kind!r} shares a socket of this machine with the agent's "
+            "program, which no other machine can (sandbox.backend = 'remote' or 'kubernetes', "
+            "actor.runtime = 'ray'): use 'codeact', or sandbox.backend = 'bwrap' or 'docker' on "
+            "this machine"
+        )
+
+
+def _check_hosts(config: RunConfig) -> None:
+    sandbox = config.sandbox
+    if (sandbox.backend == "remote") != bool(sandbox.hosts):
+        raise ConfigError(
+            f"sandbox.backend = {sandbox.backend!r} and sandbox.hosts = {list(sandbox.hosts)}: "
+            "'remote' needs the URLs of its hosts (launchers/sandbox_host.py), and no other "
+            "backend has any"
+        )
+    if config.actor.ray_workers and config.actor.runtime != "ray":
+        raise ConfigError(
+            f"actor.ray_workers = {config.actor.ray_workers} needs actor.runtime = 'ray'"
+        )
+    if sandbox.backend == "remote" and config.actor.runtime == "ray":
+        raise ConfigError(
+            "actor.runtime = 'ray' starts sandbox hosts itself: sandbox.backend is what they "
+            "make sandboxes with ('bwrap' or 'docker'), not 'remote'"
+        )
+    for url in sandbox.hosts:
+        if not re.fullmatch(r"http://[^/]+/?", url):
+            raise ConfigError(
+                f"sandbox.hosts: {url!r} is no http:// address (a sandbox host speaks no TLS)"
+            )
+
+
+def _check_budgets(config: RunConfig) -> None:
+    r = config.rollout
+    for key, value in (("init", r.init_timeout_s), ("grade", r.grade_timeout_s)):
+        if r.create_timeout_s >= value:
+            raise ConfigError(
+                f"rollout.create_timeout_s = {r.create_timeout_s:g} must be below "
+                f"rollout.{key}_timeout_s = {value:g}, which holds the making of a sandbox: or a "
+                "slow host would pass for a slow submission"
+            )
+
+
+def _check_sandbox(config: RunConfig) -> None:
+    sandbox = config.sandbox
+    for key, value in (
+        ("docker_runtime", sandbox.docker_runtime),
+        ("docker_read_only", sandbox.docker_read_only),
+    ):
+        if value and sandbox.backend != "docker":
+            raise ConfigError(
+                f"sandbox.{key} = {value!r} is of docker alone; sandbox.backend is "
+                f"{sandbox.backend!r}"
+            )
+    if sandbox.docker_read_only and sandbox.memory_mb <= sandbox.disk_mb:
+        raise ConfigError(
+            f"sandbox.docker_read_only keeps the sandbox's files in its memory: memory_mb = "
+            f"{sandbox.memory_mb} must be above disk_mb = {sandbox.disk_mb}"
         )
 
 

@@ -30,7 +30,7 @@ from typing import Self
 
 from skyrl_jax.core.errors import ImageError, InfraError, SandboxGone, SandboxTimeout
 from skyrl_jax.core.protocols import SHARED, ExecResult, SandboxSpec
-from skyrl_jax.sandbox.cgroup import CgroupPlan, OomCounter, open_cgroups, remove_tree
+from skyrl_jax.sandbox.cgroup import CgroupPlan, OomCounter, open_cgroups, remove_tree, run_name
 from skyrl_jax.sandbox.channel import (
     BASE_ENV,
     DESTROY_TIMEOUT_S,
@@ -39,6 +39,8 @@ from skyrl_jax.sandbox.channel import (
     spawn,
 )
 from skyrl_jax.sandbox.native_build import NativePrograms, build_native
+from skyrl_jax.sandbox.reaper import reap
+from skyrl_jax.sandbox.registry import Book
 
 UID_BASE = 100_000  # uid 0 of the sandbox on the host; the commands' uid is the next one
 AGENT_UID = UID_BASE + 1
@@ -77,7 +79,7 @@ class BwrapProvider:
         self._run_id = run_id
         self._cache_dir = cache_dir
         self._root = os.geteuid() == 0
-        self._sandboxes: set[BwrapSandbox] = set()
+        self._sandboxes: Book[BwrapSandbox] = Book("bwrap")
         self._ids = itertools.count()
         self._stage = ""
         self._warned = False
@@ -107,8 +109,10 @@ class BwrapProvider:
             )
         self._bwrap = os.path.realpath(found)
         self._native: NativePrograms = await asyncio.to_thread(build_native, self._cache_dir)
+        await asyncio.to_thread(reap)
         self._cgroups, self._no_cgroups = await asyncio.to_thread(open_cgroups, self._run_id)
         self._stage = _stage_directory()
+        self._sandboxes.open(self._cgroups.run if self._cgroups else run_name(self._run_id))
         return self
 
     async def __aexit__(
@@ -123,6 +127,7 @@ class BwrapProvider:
         )
         if self._cgroups is not None:
             await asyncio.to_thread(self._cgroups.close_run)
+        self._sandboxes.close()
         for outcome in outcomes:
             if isinstance(outcome, BaseException):
                 raise outcome
@@ -138,8 +143,8 @@ class BwrapProvider:
         self._check_user(spec.user)
         plan = self._limits(spec)
         arguments = self._arguments(spec, plan)
-        box = BwrapSandbox(spec, plan, self._sandboxes.discard)
-        self._sandboxes.add(box)
+        box = BwrapSandbox(spec, plan, self._sandboxes.forget)
+        self._sandboxes.add(box, plan.directories if plan else ())
         try:
             await box.start(str(self._native.launcher), arguments)
         except BaseException:
@@ -235,7 +240,10 @@ class BwrapSandbox:
     """One sandbox. Made by ``BwrapProvider.create``."""
 
     def __init__(
-        self, spec: SandboxSpec, plan: CgroupPlan | None, forget: Callable[[BwrapSandbox], None]
+        self,
+        spec: SandboxSpec,
+        plan: CgroupPlan | None,
+        forget: Callable[[BwrapSandbox, bool], None],
     ) -> None:
         """Keep the spec; ``start`` does the work."""
         self._spec = spec
@@ -302,6 +310,10 @@ class BwrapSandbox:
             raise await self._end_cause() from error
         return self._oom.mark(result)
 
+    async def ping(self) -> None:
+        """Return when the supervisor has answered an empty request; ``core.protocols.Pinged``."""
+        await (await self._open_channel()).ping()
+
     async def put(self, path: str, tar: bytes) -> None:
         """Unpack a tar stream under ``path``."""
         await (await self._open_channel()).put(path, tar)
@@ -317,12 +329,16 @@ class BwrapSandbox:
         await asyncio.shield(self._destroyed)
 
     async def _destroy(self) -> None:
+        left = True
         try:
             if self._channel is not None:
                 self._channel.write_eof()
                 async with asyncio.timeout(DESTROY_TIMEOUT_S):
                     await self._channel.closed
             await self._wait_launcher(DESTROY_TIMEOUT_S)
+            if self._code not in (0, _ENDED_INSIDE, _LIFETIME, None):
+                await self._clean_up_for_the_launcher()
+            left = False
         except TimeoutError as error:
             raise InfraError(
                 f"a sandbox did not end within {DESTROY_TIMEOUT_S:.0f} s", cause="destroy"
@@ -331,9 +347,7 @@ class BwrapSandbox:
             self._oom.close()
             if self._channel is not None:
                 self._channel.abort()
-            self._forget(self)
-        if self._code not in (0, _ENDED_INSIDE, _LIFETIME, None):
-            await self._clean_up_for_the_launcher()
+            self._forget(self, left)
 
     async def _clean_up_for_the_launcher(self) -> None:
         """The watcher itself was killed, or gave up: do its work."""

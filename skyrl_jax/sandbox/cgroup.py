@@ -38,7 +38,7 @@ class CgroupTree:
     Args:
         roots: one directory (v2) or one per controller (v1, in the order memory, pids, cpu).
         version: 1 or 2.
-        run: name of this process's share of a run, ``<run id>.<owner pid>.<owner start>.<random>``.
+        run: name of this process's share of a run; see ``run_name``.
 
     A sandbox's directory is ``skyrl/<run>.<sandbox id>``. There is none for the run itself: with no
     sandbox alive nobody would be left to remove it when the owner is killed.
@@ -133,9 +133,19 @@ def open_cgroups(run_id: str, root: Path = Path("/sys/fs/cgroup")) -> tuple[Cgro
 
 
 def run_name(run_id: str) -> str:
-    """Return a new name for this process's share of a run: id, pid, start time, random part."""
+    """Return a new name for this process's share of a run.
+
+    ``<run id>.<owner pid>.<owner start>.<random>-<pid namespace>``: a pid means something within
+    its namespace alone, and a folder or daemon may be shared with another container's runs.
+    """
     clean = "".join(char if char.isalnum() or char in "-_" else "-" for char in run_id)[:80]
-    return f"{clean}.{os.getpid()}.{_start_time(os.getpid())}.{secrets.token_hex(3)}"
+    mark = f"{secrets.token_hex(3)}-{pid_namespace()}"
+    return f"{clean}.{os.getpid()}.{_start_time(os.getpid())}.{mark}"
+
+
+def pid_namespace() -> str:
+    """Return the number of this process's pid namespace."""
+    return str(os.stat("/proc/self/ns/pid").st_ino)
 
 
 def owner_alive(name: str) -> bool:
@@ -143,6 +153,8 @@ def owner_alive(name: str) -> bool:
     parts = name.split(".")
     if len(parts) not in (4, 5) or not parts[1].isdigit():
         return True  # not ours: leave it alone
+    if parts[3].partition("-")[2] not in ("", pid_namespace()):
+        return True  # another container's: nobody here can tell
     return _start_time(int(parts[1])) == parts[2]
 
 

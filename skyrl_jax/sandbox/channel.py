@@ -21,6 +21,7 @@ BASE_ENV = {
 START_TIMEOUT_S = 20.0
 DESTROY_TIMEOUT_S = 20.0
 _REPLY_GRACE_S = 15.0  # the supervisor's own deadline comes first; this one is for a broken host
+PING_TIMEOUT_S = 5.0
 _TREE_TIMEOUT_S = 60.0
 _TURN_TIMEOUT_S = 3600.0  # waiting for another command of the same sandbox to end
 
@@ -163,13 +164,28 @@ class SupervisorChannel(asyncio.Protocol):
             raise InfraError("processes of a command could not be killed", cause="stuck")
         return reply
 
+    async def ping(self, timeout_s: float = PING_TIMEOUT_S) -> None:
+        """Wait for the supervisor's answer to an empty request; no process is started for it.
+
+        Raises:
+            SandboxGone: the channel closed.
+            InfraError: no answer within the limit and a grace.
+        """
+        await self.call(b"N", timeout_s)
+
     async def _call(self, kind: bytes, timeout_s: float, fields: Mapping[str, Any]) -> wire.Reply:
         if self.closed.done() or self._transport is None:
             raise SandboxGone("the sandbox has ended")
         self._next_id += 1
         future = asyncio.get_running_loop().create_future()
         self._waiting = (self._next_id, future)
-        self._transport.write(wire.request(kind, self._next_id, timeout_s=timeout_s, **fields))
+        number = self._next_id
+        empty = kind == b"N"
+        self._transport.write(
+            wire.ping(number)
+            if empty
+            else wire.request(kind, number, timeout_s=timeout_s, **fields)
+        )
         try:
             async with asyncio.timeout(timeout_s + _REPLY_GRACE_S):
                 return cast(wire.Reply, await future)

@@ -6,8 +6,13 @@ Without userns-remap container uid 0 is host uid 0: only the supervisor has it, 
 container's standard input is the channel: when the owner dies the daemon closes it, the supervisor
 ends, and the container removes itself.
 
+A create is three requests to the daemon (create, attach, start). The layers are part of an image
+that is made once (docker_layers.py), the daemon keeps no log of the channel, and a sandbox without
+a network has a network namespace that the runtime makes (its own loopback): the daemon's network
+"none" does the same by starting the daemon's program once more, half of a container's start.
+
 Docker cannot limit a container's disk use on most storage drivers: ``disk_mb`` limits single files
-only, so it must be accepted with ``best_effort``.
+only, so it must be accepted with ``best_effort``; ``DockerOptions.read_only`` does limit it.
 """
 
 from __future__ import annotations
@@ -15,44 +20,45 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import math
 import os
 import socket
-import tarfile
-import tempfile
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import warnings
+from collections.abc import Callable, Hashable
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
-from skyrl_jax.core.errors import HostError, ImageError, InfraError, SandboxGone, SandboxTimeout
-from skyrl_jax.core.protocols import SHARED, ExecResult, SandboxSpec
-from skyrl_jax.sandbox.cgroup import OomCounter, owner_alive, run_name
-from skyrl_jax.sandbox.channel import BASE_ENV, SupervisorChannel
-from skyrl_jax.sandbox.docker_stream import AttachedStream
+from skyrl_jax.core.errors import HostError, ImageError, InfraError
+from skyrl_jax.core.protocols import SHARED, SandboxSpec
+from skyrl_jax.sandbox.cgroup import run_name
+from skyrl_jax.sandbox.docker_daemon import DockerOptions
+from skyrl_jax.sandbox.docker_layers import LAYERS_TIMEOUT_S, layers_image
+from skyrl_jax.sandbox.docker_sandbox import ContainerMaker, DockerSandbox
+from skyrl_jax.sandbox.image_store import ImageOptions, ImageStore
 from skyrl_jax.sandbox.native_build import NativePrograms, build_native
+from skyrl_jax.sandbox.orphans import end_orphan
+from skyrl_jax.sandbox.reaper import LABEL_HOST, LABEL_RUN, LABEL_UID, boot_id, is_dead, reap
+from skyrl_jax.sandbox.registry import Book
 
-T = TypeVar("T")
-_CALL_TIMEOUT_S = 60.0
+_LIFE_MARGIN_S = 2.0  # a container ends itself this long after its owner should have ended it
 _ENTRYPOINT = ["/.skyrl/supervisor", "--mode", "pid1"]
-_LABEL_RUN = "skyrl.run"
-_LABEL_HOST = "skyrl.boot"
-_OOM_FILES = (
-    "/sys/fs/cgroup/memory/docker/{id}/memory.oom_control",
-    "/sys/fs/cgroup/memory/system.slice/docker-{id}.scope/memory.oom_control",
-    "/sys/fs/cgroup/docker/{id}/memory.events",
-    "/sys/fs/cgroup/system.slice/docker-{id}.scope/memory.events",
-)
+# The daemon writes this file only for its own networks.
+_HOSTS = "127.0.0.1 localhost sandbox\n::1 localhost ip6-localhost ip6-loopback\n"
 
 
-class DockerProvider:
+class DockerProvider(ContainerMaker):
     """Makes docker sandboxes. Use as an async context manager; leaving it destroys all.
 
     Args:
         run_id: label of every container.
         cache_dir: the compiled supervisor lives here (and is bind-mounted read-only).
-        host: daemon address; ``None`` reads DOCKER_HOST.
-        call_timeout_s: deadline of every single call to the daemon.
+        host: daemon address; ``None``: DOCKER_HOST, else the socket that is there
+            (docker_daemon.py).
+        options: how the daemon is used.
+        images: how images come and go.
+        say: takes a line for a person, such as that an image is pulled.
+        call_timeout_s: in place of the options' own.
     """
 
     def __init__(
@@ -61,17 +67,23 @@ class DockerProvider:
         run_id: str,
         cache_dir: Path,
         host: str | None = None,
-        call_timeout_s: float = _CALL_TIMEOUT_S,
+        options: DockerOptions | None = None,
+        images: ImageOptions | None = None,
+        say: Callable[[str], None] = lambda line: None,
+        call_timeout_s: float | None = None,
     ) -> None:
         """Keep the settings; nothing is started."""
+        super().__init__(host, options or DockerOptions())
+        if call_timeout_s is not None:
+            self._timeout_s = call_timeout_s
         self._run = run_name(run_id)
         self._cache_dir = cache_dir
-        self._host = host or os.environ.get("DOCKER_HOST") or "unix:///var/run/docker.sock"
-        self._timeout_s = call_timeout_s
-        self._sandboxes: set[DockerSandbox] = set()
+        self.images = ImageStore(self, images or ImageOptions(), cache_dir / "docker", say)
+        self._sandboxes: Book[DockerSandbox] = Book("docker")
+        self.lost: list[str] = []  # containers whose removal failed
         self._ids = itertools.count()
-        self._threads = ThreadPoolExecutor(max_workers=16, thread_name_prefix="docker")
-        self._client: Any = None
+        self._layered: dict[Hashable, asyncio.Task[str]] = {}
+        self._warned = False
 
     @property
     def live(self) -> int:
@@ -80,8 +92,8 @@ class DockerProvider:
 
     @property
     def program_uid(self) -> int | None:
-        """Host uid of processes in sandboxes with ``user=2`` (the daemon remaps no ids)."""
-        return 2
+        """Host uid of processes in sandboxes with ``user=2``; ``None``: the daemon remaps ids."""
+        return None if self._facts.maps_ids else 2
 
     async def __aenter__(self) -> Self:
         """Compile the supervisor, reach the daemon, remove containers of dead runs.
@@ -90,8 +102,11 @@ class DockerProvider:
             InfraError: no daemon answers; the message names the address.
         """
         self._native: NativePrograms = await asyncio.to_thread(build_native, self._cache_dir)
-        self._client = await self.call(self._connect)
+        self._hosts = await asyncio.to_thread(_write_hosts, self._cache_dir)
+        await self.connect()
         await self.call(self._reap)
+        await asyncio.to_thread(reap)
+        self._sandboxes.open(self._run, self._host)
         return self
 
     async def __aexit__(
@@ -100,122 +115,89 @@ class DockerProvider:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Destroy every sandbox."""
+        """Destroy every sandbox; the first failure is raised at the end."""
         try:
-            await asyncio.gather(*(box.destroy() for box in list(self._sandboxes)))
+            outcomes = await asyncio.gather(
+                *(box.destroy() for box in list(self._sandboxes)), return_exceptions=True
+            )
+            if self._sandboxes.left:  # the daemon may have been away for a moment
+                with contextlib.suppress(HostError):
+                    await self.call(self._remove_own)
+                    self._sandboxes.settle()
+            if self._layered:
+                await asyncio.wait(self._layered.values())
+            await self.images.close()
         finally:
-            self._threads.shutdown(wait=False, cancel_futures=True)
-            if self._client is not None:
-                self._client.close()
-
-    async def call(
-        self, function: Callable[..., T], *args: Any, late: Callable[[T], None] | None = None
-    ) -> T:
-        """Run a call to the daemon in a thread, with a deadline.
-
-        Args:
-            function: the call.
-            *args: its arguments.
-            late: takes a result that nobody waits for any more, in the call's own thread.
-
-        Raises:
-            ImageError, InfraError: what the daemon or the client said.
-        """
-        job = self._threads.submit(function, *args)
-        try:
-            return await self._wait(job)
-        except BaseException:
-            if late is not None:
-                job.add_done_callback(lambda done: _hand_over(done, late))
-            raise
-
-    async def _wait(self, job: Future[T]) -> T:
-        try:
-            async with asyncio.timeout(self._timeout_s + 1.0):
-                return await asyncio.wrap_future(job)
-        except TimeoutError as error:
-            raise InfraError(
-                f"docker at {self._host} did not answer within {self._timeout_s:.0f} s",
-                cause="docker",
-            ) from error
-        except HostError:
-            raise
-        except Exception as error:
-            raise self._translated(error) from error
-
-    def _translated(self, error: Exception) -> Exception:
-        import docker.errors
-        import requests.exceptions
-
-        if isinstance(error, docker.errors.ImageNotFound):
-            return ImageError(
-                f"docker image not found: {error.explanation} (the sandbox's own image is made by "
-                "the two commands in skyrl_jax/sandbox/images.py)"
-            )
-        if isinstance(error, (docker.errors.DockerException, requests.exceptions.RequestException)):
-            return InfraError(f"docker at {self._host}: {error}", cause="docker")
-        if isinstance(error, OSError):
-            return InfraError(f"docker at {self._host}: {error}", cause="docker")
-        return error
-
-    def _connect(self) -> Any:
-        import docker
-        import docker.errors
-
-        try:
-            made = docker.APIClient(
-                base_url=self._host, timeout=int(self._timeout_s), version="auto"
-            )
-            made.ping()
-        except docker.errors.DockerException as error:
-            where = self._host or os.environ.get("DOCKER_HOST") or "the default socket"
-            raise InfraError(
-                f"docker at {where}: no daemon answers; start one, or put `.venv/bin/python "
-                f".ci/with_docker.py` before the command, which starts one ({error})",
-                cause="docker",
-            ) from error
-        return made
+            self._sandboxes.close()
+            self.disconnect()
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
 
     def _reap(self) -> None:
-        boot = _boot_id()
-        for found in self._client.containers(all=True, filters={"label": _LABEL_RUN}):
-            labels = found["Labels"]
-            if labels.get(_LABEL_HOST) == boot and not owner_alive(labels[_LABEL_RUN]):
+        for found in self._client.containers(all=True, filters={"label": LABEL_RUN}):
+            if is_dead(found["Labels"]):
                 self.remove(found["Id"])
 
-    def remove(self, container: str) -> None:
-        """Remove a container; one that is gone or going already is fine."""
-        import docker.errors
+    def _remove_own(self) -> None:
+        label = f"{LABEL_RUN}={self._run}"
+        for found in self._client.containers(all=True, filters={"label": label}):
+            self.remove(found["Id"])
+        for container in self.lost:
+            end_orphan(container)
 
+    async def layered(self, spec: SandboxSpec, *, again: bool = False) -> str:
+        """Return the image that holds the spec's layers; those who ask at once share the work.
+
+        Args:
+            spec: names image and layers.
+            again: the one that was returned before is gone.
+        """
+        self.images.touch(spec.image)
+        if not spec.layers:
+            return await self.images.ensure(spec.image) if again else spec.image
+        seeded = spec.workdir if self.read_only else ""
+        key = (spec.image, spec.layers, seeded)
+        made = self._layered.get(key)
+        if made is None or (made.done() and (again or made.cancelled() or made.exception())):
+            made = self._layered[key] = asyncio.ensure_future(self._layer(spec, seeded))
+        return await asyncio.shield(made)
+
+    async def _layer(self, spec: SandboxSpec, seeded: str) -> str:
+        async with self.images.held(spec.image):
+            return await self.call(self._make_layered, spec, seeded, seconds=LAYERS_TIMEOUT_S)
+
+    def _make_layered(self, spec: SandboxSpec, seeded: str) -> str:
+        patient = self.new_client(LAYERS_TIMEOUT_S)
+        with contextlib.closing(patient):
+            return layers_image(
+                self._client,
+                patient,
+                spec.image,
+                spec.layers,
+                seeded=seeded,
+                name=self._name(),
+                labels=self.labels(),
+                remove=self.remove,
+            )
+
+    def _name(self) -> str:
+        return f"skyrl-{self._run}-{next(self._ids)}".replace(".", "-")
+
+    def labels(self) -> dict[str, str]:
+        """Return the labels by which a reaper knows a container's owner."""
+        return {LABEL_RUN: self._run, LABEL_HOST: boot_id(), LABEL_UID: str(os.geteuid())}
+
+    def make(self, spec: SandboxSpec) -> tuple[str, socket.socket]:
+        """Create a container of an image that has the layers, attach; nothing runs yet."""
+        name = self._name()
         try:
-            self._client.remove_container(container, force=True, v=True)
-        except docker.errors.NotFound:
-            return
-        except docker.errors.APIError as error:
-            if error.status_code != 409:  # 409: auto-removal is on its way
-                raise
-
-    def ping(self) -> None:
-        """Ask the daemon for a sign of life."""
-        self._client.ping()
-
-    def prepare(self, spec: SandboxSpec) -> tuple[str, socket.socket]:
-        """Create a container, put the layers in, attach; nothing runs yet."""
-        container = self._client.create_container(
-            spec.image,
-            name=f"skyrl-{self._run}-{next(self._ids)}".replace(".", "-"),
-            entrypoint=_ENTRYPOINT,
-            command=["--uid", str(spec.user), "--fsize", str(spec.disk_mb << 20)],
-            user="0:0",
-            stdin_open=True,
-            labels={_LABEL_RUN: self._run, _LABEL_HOST: _boot_id()},
-            hostname="sandbox",
-            working_dir="/",
-            host_config=self._host_config(spec),
-        )["Id"]
+            container = self._make(name, spec)
+        except BaseException:  # the daemon may have made it, and only its answer was lost
+            with contextlib.suppress(Exception):
+                self.remove(name)
+            raise
         try:
-            for layer in reversed(spec.layers):
-                self._put_layer(container, layer)
             params = {"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1}
             attached = self._client.attach_socket(container, params=params)
             raw = getattr(attached, "_sock", attached)
@@ -226,8 +208,28 @@ class DockerProvider:
             raise
         return container, channel
 
+    def _make(self, name: str, spec: SandboxSpec) -> str:
+        life = ["--life", str(math.ceil(spec.lifetime_s + _LIFE_MARGIN_S))]
+        made: str = self._client.create_container(
+            spec.image,
+            name=name,
+            entrypoint=_ENTRYPOINT,
+            command=["--uid", str(spec.user), "--fsize", str(spec.disk_mb << 20), *life],
+            user="0:0",
+            stdin_open=True,
+            stop_signal="SIGKILL",  # PID 1 hears no other: a daemon that ends would wait for it
+            labels=self.labels(),
+            hostname="sandbox",
+            working_dir="/",
+            network_disabled=not spec.network,
+            host_config=self._host_config(spec),
+        )["Id"]
+        return made
+
     def _host_config(self, spec: SandboxSpec) -> Any:
         binds = {str(self._native.supervisor): {"bind": "/.skyrl/supervisor", "mode": "ro"}}
+        if not spec.network:
+            binds[str(self._hosts)] = {"bind": "/etc/hosts", "mode": "ro"}
         if spec.shared:
             binds[os.path.abspath(spec.shared)] = {"bind": SHARED, "mode": "ro"}
         return self._client.create_host_config(
@@ -242,17 +244,20 @@ class DockerProvider:
             cpu_quota=max(1000, int(spec.cpus * 100_000)),
             binds=binds,
             auto_remove=True,
+            log_config={"Type": "none"},  # the channel's frames are nobody's log
+            runtime=self._options.runtime or None,
+            read_only=self.read_only,
+            tmpfs=_tmpfs(spec) if self.read_only else None,
         )
 
-    def _put_layer(self, container: str, layer: str) -> None:
-        if not os.path.isdir(layer):
-            raise ImageError(f"sandbox layer {layer} is not a directory")
-        with tempfile.TemporaryFile() as spool:
-            with tarfile.open(fileobj=spool, mode="w", format=tarfile.PAX_FORMAT) as archive:
-                for name in sorted(os.listdir(layer)):
-                    archive.add(os.path.join(layer, name), arcname=name, filter=_owned_by_agent)
-            spool.seek(0)
-            self._client.put_archive(container, "/", spool)
+    def note(self, box: DockerSandbox, container: str) -> None:
+        """Keep a sandbox's container for whoever comes after this process."""
+        if box in self._sandboxes:
+            self._sandboxes.note(box, [container])
+
+    def lose(self, container: str) -> None:
+        """Remember a container whose removal failed."""
+        self.lost.append(container)
 
     def drop(self, prepared: tuple[str, socket.socket]) -> None:
         """Remove a container that was prepared too late for its sandbox."""
@@ -269,19 +274,10 @@ class DockerProvider:
 
         Raises:
             ImageError: no such image or layer.
-            InfraError: the daemon failed, or ``disk_mb`` is not accepted as best effort.
+            InfraError: the daemon failed, or a limit is not accepted as best effort.
         """
-        if spec.user not in (1, 2):
-            raise InfraError(f"no uid {spec.user} in a sandbox: user must be 1 or 2", cause="user")
-        if spec.shared and not os.path.isdir(spec.shared):
-            raise ImageError(f"shared folder {spec.shared} is not a directory")
-        if not spec.best_effort:
-            raise InfraError(
-                "docker cannot limit a sandbox's disk use (only single files): accept this with "
-                "sandbox.best_effort=True",
-                cause="limits",
-            )
-        box = DockerSandbox(self, spec, self._sandboxes.discard)
+        self._check(spec)
+        box = DockerSandbox(self, spec, self._sandboxes.forget)
         self._sandboxes.add(box)
         try:
             await box.open()
@@ -290,134 +286,54 @@ class DockerProvider:
             raise
         return box
 
-
-def _hand_over(done: Future[T], late: Callable[[T], None]) -> None:
-    if not done.cancelled() and done.exception() is None:
-        late(done.result())
-
-
-def _owned_by_agent(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    member.uid = member.gid = 1
-    member.uname = member.gname = ""
-    return member
-
-
-def _boot_id() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-
-
-class DockerSandbox:
-    """One container. Made by ``DockerProvider.create``."""
-
-    def __init__(
-        self,
-        provider: DockerProvider,
-        spec: SandboxSpec,
-        forget: Callable[[DockerSandbox], None],
-    ) -> None:
-        """Keep the spec; ``open`` does the work."""
-        self._provider = provider
-        self._spec = spec
-        self._forget = forget
-        self._env = {**BASE_ENV, **spec.env}
-        self._container = ""
-        self._oom = OomCounter(())
-        self._channel: SupervisorChannel | None = None
-        self._timer: asyncio.TimerHandle | None = None
-        self._expired = False
-        self._destroyed: asyncio.Task[None] | None = None
-
-    async def open(self) -> None:
-        """Create, attach, start, and wait for the supervisor's first word."""
-        provider = self._provider
-        self._container, raw = await provider.call(provider.prepare, self._spec, late=provider.drop)
-        raw.setblocking(False)
-        self._channel = channel = SupervisorChannel()
-        loop = asyncio.get_running_loop()
-        async with asyncio.timeout(10.0):
-            await loop.create_connection(lambda: AttachedStream(channel), sock=raw)
-        await self._provider.call(self._provider.start, self._container)
-        try:
-            async with asyncio.timeout(30.0):
-                await channel.hello
-        except TimeoutError as error:
-            raise InfraError("a container's supervisor did not speak", cause="start") from error
-        if channel.closed.done():
-            raise InfraError(f"a container did not start: {channel.last_words}", cause="start")
-        self._oom = OomCounter(name.format(id=self._container) for name in _OOM_FILES)
-        self._timer = loop.call_later(self._spec.lifetime_s, self._expire)
-
-    def _expire(self) -> None:
-        self._expired = True
-        if self._channel is not None:
-            self._channel.write_eof()
-
-    async def _open_channel(self) -> SupervisorChannel:
-        if self._channel is None or self._destroyed is not None:
-            raise SandboxGone("the sandbox is destroyed")
-        if self._channel.closed.done():
-            raise await self._end_cause()
-        return self._channel
-
-    async def _end_cause(self) -> Exception:
-        if self._destroyed is not None:
-            return SandboxGone("the sandbox was destroyed while a command ran")
-        if self._expired:
-            return SandboxTimeout(f"the sandbox ended after its {self._spec.lifetime_s:.0f} s")
-        try:
-            await self._provider.call(self._provider.ping)
-        except HostError as error:
-            return error
-        # commands cannot signal PID 1: only memory tells the agent's doing from the host's
-        return SandboxGone("the container ended", certain=self._oom.rose())
-
-    async def exec(
-        self,
-        command: str | Sequence[str],
-        *,
-        timeout_s: float = 60.0,
-        cwd: str | None = None,
-        env: Mapping[str, str] | None = None,
-        max_output_bytes: int = 65536,
-        stdin: bytes = b"",
-    ) -> ExecResult:
-        """Run a command; see ``core.protocols.Sandbox``."""
-        channel = await self._open_channel()
-        try:
-            result = await channel.run(
-                command,
-                timeout_s=timeout_s,
-                cwd=cwd or self._spec.workdir,
-                env={**self._env, **(env or {})},
-                max_output_bytes=max_output_bytes,
-                stdin=stdin,
+    def _check(self, spec: SandboxSpec) -> None:
+        if spec.user not in (1, 2):
+            raise InfraError(f"no uid {spec.user} in a sandbox: user must be 1 or 2", cause="user")
+        if spec.shared and not os.path.isdir(spec.shared):
+            raise ImageError(f"shared folder {spec.shared} is not a directory")
+        if self.read_only and (spec.workdir.strip("/") in ("", "tmp") or spec.workdir[0] != "/"):
+            raise InfraError(
+                f"workdir {spec.workdir!r} cannot be made a tmpfs, which "
+                "sandbox.docker_read_only needs: name another absolute path",
+                cause="workdir",
             )
-        except SandboxGone as error:
-            raise await self._end_cause() from error
-        return self._oom.mark(result)
+        if not self.read_only and not spec.best_effort:
+            raise InfraError(
+                "docker cannot limit a sandbox's disk use (only single files): accept this with "
+                "sandbox.best_effort=True, or set sandbox.docker_read_only=True",
+                cause="limits",
+            )
+        missing = ", ".join(self._facts.missing_limits)
+        if missing and not spec.best_effort:
+            raise InfraError(
+                f"docker at {self._host} cannot limit {missing} (rootless without delegated "
+                "cgroups?): accept this with sandbox.best_effort=True",
+                cause="limits",
+            )
+        if missing and not self._warned:
+            warnings.warn(
+                f"sandbox: docker at {self._host} does not limit {missing} (best_effort)",
+                stacklevel=4,
+            )
+            self._warned = True
 
-    async def put(self, path: str, tar: bytes) -> None:
-        """Unpack a tar stream under ``path``."""
-        await (await self._open_channel()).put(path, tar)
 
-    async def get(self, path: str, *, max_bytes: int = 16 << 20) -> bytes:
-        """Return a file or directory as a tar stream."""
-        return await (await self._open_channel()).get(path, max_bytes)
+def _tmpfs(spec: SandboxSpec) -> dict[str, str]:
+    """Return the writable places of a read-only sandbox: together ``disk_mb``."""
+    half = max(1, spec.disk_mb // 2)
+    return {
+        spec.workdir: f"rw,exec,nosuid,nodev,size={half}m,uid=1,gid=1,mode=0755",
+        "/tmp": f"rw,exec,nosuid,nodev,size={half}m,mode=1777",
+    }
 
-    async def destroy(self) -> None:
-        """Remove the container. Idempotent."""
-        if self._destroyed is None:
-            self._destroyed = asyncio.ensure_future(self._destroy())
-        await asyncio.shield(self._destroyed)
 
-    async def _destroy(self) -> None:
-        try:
-            if self._timer is not None:
-                self._timer.cancel()
-            if self._channel is not None:
-                self._channel.abort()
-            if self._container:
-                await self._provider.call(self._provider.remove, self._container)
-        finally:
-            self._oom.close()
-            self._forget(self)
+def _write_hosts(cache_dir: Path) -> Path:
+    """Return the file that every sandbox without a network sees as /etc/hosts."""
+    path = (cache_dir / "docker" / "hosts").resolve()
+    if not path.exists() or path.read_text() != _HOSTS:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = path.with_name(f"hosts.{os.getpid()}")
+        draft.write_text(_HOSTS)
+        draft.chmod(0o644)
+        draft.replace(path)
+    return path

@@ -14,7 +14,7 @@ from skyrl_jax.core.errors import InfraError
 
 _SOURCES = Path(__file__).parent / "native"
 _PROGRAMS = {
-    "supervisor": ("supervisor.c", "tree.c", "wire.c"),
+    "supervisor": ("supervisor.c", "filter.c", "tree.c", "wire.c"),
     "launcher": ("launcher.c", "wire.c"),
 }
 _COMPILE_TIMEOUT_S = 120.0

@@ -9,7 +9,6 @@ and process limits are rlimits of each process; CPU, disk and network limits do 
 from __future__ import annotations
 
 import asyncio
-import itertools
 import os
 import shutil
 import tempfile
@@ -21,7 +20,7 @@ from typing import Self
 
 from skyrl_jax.core.errors import ImageError, InfraError, SandboxGone
 from skyrl_jax.core.protocols import ExecResult, SandboxSpec
-from skyrl_jax.sandbox.cgroup import run_name, sweep_folders
+from skyrl_jax.sandbox.cgroup import run_name
 from skyrl_jax.sandbox.channel import (
     BASE_ENV,
     DESTROY_TIMEOUT_S,
@@ -30,8 +29,9 @@ from skyrl_jax.sandbox.channel import (
     spawn,
 )
 from skyrl_jax.sandbox.native_build import NativePrograms, build_native
+from skyrl_jax.sandbox.reaper import PROCESS_PREFIX, reap, reap_folders
+from skyrl_jax.sandbox.registry import Book
 
-_PREFIX = "skyrl-process-"
 NO_PROGRAMS = (
     "sandbox.backend={backend} has neither another uid for an agent's program nor a folder to "
     "share with it: choose bwrap or docker"
@@ -53,10 +53,9 @@ class ProcessProvider:
             "as the current user",
             stacklevel=3,
         )
-        self._run_id = run_id
+        self._run = run_name(run_id)
         self._cache_dir = cache_dir
-        self._ids = itertools.count()
-        self._sandboxes: set[ProcessSandbox] = set()
+        self._sandboxes: Book[ProcessSandbox] = Book("process")
 
     @property
     def live(self) -> int:
@@ -70,7 +69,9 @@ class ProcessProvider:
 
     async def __aenter__(self) -> Self:
         """Compile the supervisor; remove what dead owners left."""
-        await asyncio.to_thread(sweep_folders, _PREFIX)
+        await asyncio.to_thread(reap)
+        await asyncio.to_thread(reap_folders)
+        self._sandboxes.open(self._run)
         self._native: NativePrograms = await asyncio.to_thread(build_native, self._cache_dir)
         return self
 
@@ -80,8 +81,14 @@ class ProcessProvider:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Destroy every sandbox."""
-        await asyncio.gather(*(box.destroy() for box in list(self._sandboxes)))
+        """Destroy every sandbox; the first failure is raised at the end."""
+        outcomes = await asyncio.gather(
+            *(box.destroy() for box in list(self._sandboxes)), return_exceptions=True
+        )
+        self._sandboxes.close()
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
 
     async def create(self, spec: SandboxSpec) -> ProcessSandbox:
         """Copy the layers and start a supervisor.
@@ -91,9 +98,9 @@ class ProcessProvider:
         """
         if spec.shared or spec.user != 1:
             raise InfraError(NO_PROGRAMS.format(backend="process"), cause="user")
-        root = tempfile.mkdtemp(prefix=_PREFIX, suffix=f".{run_name(self._run_id)}")
-        box = ProcessSandbox(spec, Path(root), self._sandboxes.discard)
-        self._sandboxes.add(box)
+        root = tempfile.mkdtemp(prefix=PROCESS_PREFIX, suffix=f".{self._run}")
+        box = ProcessSandbox(spec, Path(root), self._sandboxes.forget)
+        self._sandboxes.add(box, [root])
         try:
             await box.start(self._native.supervisor)
         except BaseException:
@@ -106,7 +113,7 @@ class ProcessSandbox:
     """A directory and a supervisor. Made by ``ProcessProvider.create``."""
 
     def __init__(
-        self, spec: SandboxSpec, root: Path, forget: Callable[[ProcessSandbox], None]
+        self, spec: SandboxSpec, root: Path, forget: Callable[[ProcessSandbox, bool], None]
     ) -> None:
         """Keep the spec; ``start`` does the work."""
         self._spec = spec
@@ -161,6 +168,10 @@ class ProcessSandbox:
             stdin=stdin,
         )
 
+    async def ping(self) -> None:
+        """Return when the supervisor has answered an empty request; ``core.protocols.Pinged``."""
+        await self._open_channel().ping()
+
     async def put(self, path: str, tar: bytes) -> None:
         """Unpack a tar stream under ``path``."""
         await self._open_channel().put(str(self._host_path(path)), tar)
@@ -176,6 +187,7 @@ class ProcessSandbox:
         await asyncio.shield(self._destroyed)
 
     async def _destroy(self) -> None:
+        left = True
         try:
             if self._timer is not None:
                 self._timer.cancel()
@@ -185,8 +197,9 @@ class ProcessSandbox:
                     await self._channel.closed
                 while self._pid and not os.waitpid(self._pid, os.WNOHANG)[0]:
                     await asyncio.sleep(0.001)
+            left = False
         except TimeoutError as error:
             raise InfraError("a supervisor did not end in time", cause="destroy") from error
         finally:
-            self._forget(self)
             shutil.rmtree(self._root, ignore_errors=True)
+            self._forget(self, left or self._root.exists())

@@ -97,6 +97,11 @@ def cancel(request_id: int) -> bytes:
     return struct.pack("<IcI", 5, b"C", request_id)
 
 
+def ping(request_id: int) -> bytes:
+    """Encode the frame that is answered at once, with an empty reply."""
+    return struct.pack("<IcI", 5, b"N", request_id)
+
+
 def parse_reply(payload: bytes) -> Reply:
     """Decode the payload of an ``R`` frame."""
     fields = _REPLY.unpack_from(payload, 1)

@@ -45,6 +45,7 @@ async def play(world: World, tasks: Sequence[Task]) -> list[Episode]:
         generator=world.generator,
         agent=script,
         rollout=world.config.rollout,
+        run=world.run,
     )
     kept = [
         item.episode

@@ -112,6 +112,7 @@ async def evaluate(
         agent=world.agent(f"eval/{plan.name}", temperature=plan.temperature),
         rollout=world.config.rollout,
         on_progress=on_progress,
+        run=world.run,
     )
     healthy(collected)
     trajectories = [item for group in collected.groups for item in group.trajectories]

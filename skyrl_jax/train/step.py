@@ -11,12 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from skyrl_jax.actor.collect import Collected, Progress, collect, healthy
+from skyrl_jax.actor.foresight import Foresight
 from skyrl_jax.agents.seeds import derive_seed
 from skyrl_jax.batching.advantages import zero_cut
 from skyrl_jax.batching.minibatch import Assembled, assemble
 from skyrl_jax.core.config import RunConfig
+from skyrl_jax.core.protocols import Warming
 from skyrl_jax.core.types import Task, Trajectory, TrajectoryGroup
-from skyrl_jax.train.curriculum import draw, observe
+from skyrl_jax.train.curriculum import Curriculum, draw, observe
 from skyrl_jax.train.policy import Policy, rows_per_minibatch
 from skyrl_jax.train.state import HostState
 from skyrl_jax.train.tracing import traced
@@ -78,7 +80,10 @@ async def run_step(
     ledger = ledger.drop_all(batch.dropped).drop("abandoned", collected.abandoned_tokens).check()
     marks.append(time.perf_counter())
     with traced(profile):
-        learned = await asyncio.to_thread(policy.update, batch.minibatches)
+        learned, _ = await asyncio.gather(
+            asyncio.to_thread(policy.update, batch.minibatches),
+            look_ahead(world, curriculum, step),
+        )
     marks.append(time.perf_counter())
     served = await world.serve(policy.params, step)
     marks.append(time.perf_counter())
@@ -103,6 +108,20 @@ async def run_step(
     return StepOutcome(host=after, metrics=metrics, trajectories=trajectories)
 
 
+async def look_ahead(world: World, curriculum: Curriculum, step: int) -> None:
+    """Let a warm pool make the next step's sandboxes while this one's update is computed."""
+    config = world.config
+    rollout, every = config.rollout, config.eval.every
+    other_first = step >= config.train.steps or (every and step % every == 0)
+    if other_first or not isinstance(world.provider, Warming):
+        return
+    tasks = world.suite.tasks("train")
+    share = (rollout.tasks_per_step, rollout.revisit_fraction)
+    again, fresh, _ = draw(curriculum, len(tasks), *share, config.seed, step + 1)
+    ahead = Foresight(world.suite, world.provider, rollout.samples_per_task)
+    await ahead.announce([tasks[at] for at in (*again, *fresh)])
+
+
 async def _collect(
     world: World, tasks: Sequence[Task], step: int, on_progress: OnProgress
 ) -> Collected:
@@ -116,6 +135,7 @@ async def _collect(
         agent=world.agent(f"train/{step}"),
         rollout=rollout,
         on_progress=on_progress,
+        run=world.run,
     )
 
 

@@ -162,6 +162,7 @@ async def _resolved(world: World, tasks: Sequence[Task], step: int) -> list[floa
         generator=world.generator,
         agent=world.agent(f"probe/{step}"),
         rollout=world.config.rollout,
+        run=world.run,
     )
     return [
         item.score.value

@@ -7,6 +7,7 @@ weight store -> engine server (or the servers of the config) -> client -> bridge
 from __future__ import annotations
 
 import asyncio
+import functools
 import hashlib
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
@@ -15,11 +16,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from skyrl_jax.actor.episodes import EpisodeRunner, run_episode
+from skyrl_jax.actor.ray_workers import RayWorkers
 from skyrl_jax.agents.loop import make_codeact
 from skyrl_jax.agents.parsing import LENGTH_CUT, NO_CALL
 from skyrl_jax.agents.scripted import words_of
 from skyrl_jax.core.config import OWN_LOOP, ModelConfig, RunConfig
-from skyrl_jax.core.errors import DataError, GenerationError, HostError
+from skyrl_jax.core.errors import ConfigError, DataError, GenerationError, HostError
 from skyrl_jax.core.protocols import Agent
 from skyrl_jax.core.types import Task
 from skyrl_jax.generation.renderer import AnyRenderer
@@ -28,6 +31,7 @@ from skyrl_jax.generation.tokenizer import Tokenizer, load_or_train
 from skyrl_jax.models import hf
 from skyrl_jax.sandbox.bwrap import prepare_layer
 from skyrl_jax.sandbox.factory import AnyProvider, make_provider, resolve_image
+from skyrl_jax.sandbox.ray_hosts import RayProvider
 from skyrl_jax.serve.child import ServerChild
 from skyrl_jax.serve.process import ServeOptions
 from skyrl_jax.sync.bridge import Bridge
@@ -59,6 +63,7 @@ class World:
     publisher: Publisher
     bridge: Bridge
     scaffold: Scaffold | None
+    run: EpisodeRunner
 
     def agent(
         self, phase: str, *, temperature: float | None = None, max_turns: int | None = None
@@ -124,7 +129,7 @@ async def open_world(
         await check_server(url)  # now, not after a warm start of minutes
     async with AsyncExitStack() as stack:
         run_id = hashlib.sha256(str(workdir).encode()).hexdigest()[:12]
-        provider = make_provider(config.sandbox, run_id=run_id, cache_dir=cache)
+        provider = make_provider(config.sandbox, run_id=run_id, cache_dir=cache, actor=config.actor)
         await stack.enter_async_context(provider)
         suite = await _open_suite(config, workdir, cache, provider, say)
         tokenizer = _open_tokenizer(config, workdir, cache, suite)
@@ -166,7 +171,32 @@ async def open_world(
             publisher=publisher,
             bridge=bridge,
             scaffold=scaffold,
+            run=await stack.enter_async_context(_open_runner(config, provider, url)),
         )
+
+
+@asynccontextmanager
+async def _open_runner(
+    config: RunConfig, provider: AnyProvider, url: str
+) -> AsyncIterator[EpisodeRunner]:
+    """Yield what plays an episode: this process, or workers over the Ray cluster.
+
+    A worker's own client of the server has no gate: episodes are asked for while ours is open.
+    """
+    if not config.actor.ray_workers:
+        yield run_episode
+        return
+    provider = getattr(provider, "inner", provider)  # below a warm pool
+    if not isinstance(provider, RayProvider):
+        raise ConfigError("actor.ray_workers needs sandbox hosts over Ray (actor.runtime = 'ray')")
+    client = functools.partial(
+        SGLangGenerator,
+        url,
+        timeout_s=config.engine.request_timeout_s,
+        routing=_routing(config),
+    )
+    async with RayWorkers(config.actor.ray_workers, provider, client) as workers:
+        yield workers.run
 
 
 def hf_extra(renderer: AnyRenderer) -> dict[str, int]:
@@ -193,7 +223,7 @@ async def _open_suite(
     config: RunConfig, workdir: Path, cache: Path, provider: AnyProvider, say: Say
 ) -> SweSuite:
     """Make the tasks; the first start of a run validates them and pins the list."""
-    image = await asyncio.to_thread(resolve_image, config.sandbox, cache)
+    image = await asyncio.to_thread(resolve_image, config.sandbox, cache, config.actor)
     splits = await asyncio.to_thread(synthetic_splits, config.tasks)
     pinned = read_json(workdir / "tasks.json")
     if pinned is None and any((workdir / "checkpoints").glob("[0-9]*")):

@@ -49,8 +49,9 @@ def make_rollout(**changes: float) -> RolloutConfig:
         "tasks_per_step": 4, "samples_per_task": 2, "revisit_fraction": 0.0,
         "temperature": 1.0, "top_p": 1.0, "top_k": -1,
         "max_turns": 4, "max_prompt_tokens": 400, "max_new_tokens": 64, "max_episode_tokens": 2000,
-        "live_sandboxes": 4, "init_concurrency": 2, "grade_concurrency": 2, "init_timeout_s": 5.0,
-        "run_timeout_s": 5.0, "grade_timeout_s": 5.0, "breaker": 0,
+        "live_sandboxes": 4, "init_concurrency": 2, "grade_concurrency": 2, "create_timeout_s": 5.0,
+        "init_timeout_s": 5.0, "run_timeout_s": 5.0, "grade_timeout_s": 5.0,
+        "destroy_timeout_s": 5.0, "breaker": 0,
     }  # fmt: skip
     return RolloutConfig(**{**values, **changes})
 

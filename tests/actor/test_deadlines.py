@@ -10,6 +10,7 @@ import pytest
 
 from skyrl_jax.actor import collect as collect_module
 from skyrl_jax.actor import episodes
+from skyrl_jax.actor.budgets import BudgetedProvider
 from skyrl_jax.actor.collect import collect
 from skyrl_jax.core.errors import (
     BreakerOpen,
@@ -17,6 +18,7 @@ from skyrl_jax.core.errors import (
     HostError,
     InfraError,
 )
+from skyrl_jax.core.protocols import SandboxSpec
 from skyrl_jax.core.types import Status
 from tests.actor.fakes import (
     FIXED,
@@ -54,6 +56,23 @@ def test_every_stage_has_its_own_deadline(monkeypatch) -> None:
     agent = make_agent(RENDERER, time_limit_s=0.05)
     assert one(run(hang("run"), agent=agent)[0]).episode.reason == "time"
     assert time.monotonic() - started < 5
+
+
+def test_a_sandbox_has_a_budget_of_its_own_for_being_made() -> None:
+    class Slow:
+        async def create(self, spec):
+            await asyncio.sleep(spec.lifetime_s)
+            return "box"
+
+    async def made(takes, budget):
+        return await BudgetedProvider(Slow(), budget).create(
+            SandboxSpec(image="", lifetime_s=takes)
+        )
+
+    assert asyncio.run(made(0.0, 5.0)) == "box"
+    with pytest.raises(InfraError, match="create_timeout_s = 0.05 s") as caught:
+        asyncio.run(made(9.0, 0.05))
+    assert caught.value.cause == "create"
 
 
 def test_an_agent_that_ignores_the_clock_is_stopped_and_its_work_counts(monkeypatch) -> None:
@@ -149,7 +168,7 @@ def test_a_second_cancel_while_closing_still_closes() -> None:
     async def main():
         world = suite.environment(make_task(), None)
         await world.reset()
-        task = asyncio.create_task(episodes.close_environment(world))
+        task = asyncio.create_task(episodes.close_environment(world, 60.0))
         await closing.wait()
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -159,9 +178,7 @@ def test_a_second_cancel_while_closing_still_closes() -> None:
     asyncio.run(main())
 
 
-def test_a_close_that_fails_or_hangs_is_told_and_does_not_spoil_the_score(monkeypatch) -> None:
-    monkeypatch.setattr(episodes, "GRACE_S", 0.5)
-
+def test_a_close_that_fails_or_hangs_is_told_and_does_not_spoil_the_score() -> None:
     class BadClose(FakeSuite):
         hang = False
 
@@ -181,7 +198,7 @@ def test_a_close_that_fails_or_hangs_is_told_and_does_not_spoil_the_score(monkey
     assert one(collected).score.value == 1.0 and "umount: busy" in collected.details[0]
     hanging = BadClose()
     hanging.hang = True
-    collected, _ = run(hanging)
+    collected, _ = run(hanging, destroy_timeout_s=0.5)
     assert one(collected).score.value == 1.0 and "took longer" in collected.details[0]
 
 

@@ -61,7 +61,7 @@ def project(tmp_path, repo_root):
     for name in ("verify.py", "checks.py"):
         shutil.copy(repo_root / "benchmarks" / name, root / "benchmarks")
     (root / "benchmarks" / "main_job.py").write_text(PARTS)
-    for name in ("learner_promises", "gateway_promises"):
+    for name in ("learner_promises", "gateway_promises", "sandbox_promises"):
         (root / "benchmarks" / f"{name}.py").write_text("PARTS = ()\n")
     (root / ".gitignore").write_text(".cache/\n__pycache__/\n")
     _commit(root, "code.py", "x = 1\n")

@@ -87,6 +87,9 @@ def test_wrong_type_is_named_by_path(section, key, value):
         ("engine", "max_context", 64, "max_context"),
         ("objective", "advantage", "gae2", "grpo, rloo"),
         ("sandbox", "backend", "vm", "bwrap"),
+        ("sandbox", "backend", "remote", "'remote' needs the URLs of its hosts"),
+        ("sandbox", "hosts", ("http://h:1",), "no other backend has any"),
+        ("actor", "runtime", "slurm", "local, ray"),
         ("model", "num_kv_heads", 2, "multiple"),
         (
             "mesh",
@@ -96,6 +99,8 @@ def test_wrong_type_is_named_by_path(section, key, value):
         ),
         ("mesh", "expert", 2, "mesh.expert = 2, but family .qwen3. has no experts"),
         ("learner", "updates_per_batch", 99, "tasks_per_step"),
+        ("rollout", "create_timeout_s", 60.0, "must be below rollout.init_timeout_s = 60"),
+        ("rollout", "grade_timeout_s", 30.0, "must be below rollout.grade_timeout_s = 30"),
         ("learner", "schedule", "cosine", "learner.decay_steps = 0.*after learner.warmup_steps"),
         ("learner", "schedule", "linear", "constant, cosine"),
         ("learner", "moment_dtype", "float16", "float32, bfloat16"),
@@ -112,6 +117,29 @@ def test_combinations_that_make_no_sense_are_refused(section, key, value, text):
     values[section][key] = value
     with pytest.raises(ConfigError, match=text):
         validate_config(parse_config(values))
+
+
+def test_sandbox_hosts_and_what_cannot_go_with_them():
+    def checked(**changes):
+        values = get_config("quickstart")
+        changes = {"sandbox.backend": "remote", "sandbox.hosts": ("http://h:1",), **changes}
+        values.update_from_flattened_dict(changes)
+        return validate_config(parse_config(values.to_dict()))
+
+    assert checked().sandbox.hosts == ("http://h:1",)
+    for changes, text in (
+        ({"actor.runtime": "ray"}, r"actor\.runtime = 'ray' starts sandbox hosts itself"),
+        ({"agent.kind": "mini_swe_agent"}, r"agent\.kind = 'mini_swe_agent' shares a socket"),
+        ({"sandbox.hosts": ("https://h:1",)}, "a sandbox host speaks no TLS"),
+        ({"sandbox.hosts": ("http://h:1/path",)}, "no http:// address"),
+        (
+            {"sandbox.backend": "bwrap", "sandbox.hosts": (), "actor.runtime": "ray"}
+            | {"agent.kind": "openhands"},
+            r"actor\.runtime = 'ray'",
+        ),
+    ):
+        with pytest.raises(ConfigError, match=text):
+            checked(**changes)
 
 
 def test_every_number_has_a_range_and_its_ends_are_held():

@@ -15,7 +15,9 @@ from skyrl_jax.sandbox.bwrap import BwrapProvider, prepare_layer
 from skyrl_jax.sandbox.docker import DockerProvider
 from skyrl_jax.sandbox.images import base_image
 from skyrl_jax.sandbox.process import ProcessProvider
+from skyrl_jax.sandbox.remote import RemoteProvider
 from tests.sandbox.dockerd import REPO, build_image, docker_host
+from tests.sandbox.hosts import TOKEN, host_process
 
 CACHE = REPO / ".cache"
 
@@ -37,6 +39,13 @@ def daemon() -> Iterator[str]:
 def docker_image(daemon: str, image: Path) -> str:
     """The tag of the sandbox image."""
     return build_image(daemon, image)
+
+
+@pytest.fixture(scope="session")
+def sandbox_host(image: Path) -> Iterator[str]:
+    """The URL of a sandbox host with bwrap, in a process of its own."""
+    with host_process() as host:
+        yield host.url
 
 
 @pytest.fixture
@@ -95,18 +104,33 @@ def _backend(kind: str, request: pytest.FixtureRequest, layer: Path) -> Backend:
         host = request.getfixturevalue("daemon")
         make = lambda: DockerProvider(run_id="tests", cache_dir=CACHE, host=host)  # noqa: E731
         return Backend(kind, make, tag, layer)
+    if kind == "remote":
+        url = request.getfixturevalue("sandbox_host")
+        return Backend(kind, lambda: RemoteProvider(url, token=TOKEN), "", layer)
     return Backend(kind, quiet_process_provider, "", layer)
 
 
-@pytest.fixture(params=["bwrap", "docker", "process"])
+@pytest.fixture(params=["bwrap", "docker", "process", "remote"])
 def backend(request: pytest.FixtureRequest, layer: Path) -> Backend:
     """Every backend that runs real commands."""
     return _backend(request.param, request, layer)
 
 
-@pytest.fixture(params=["bwrap", "docker"])
+@pytest.fixture(params=["bwrap", "docker", "remote"])
 def isolated(request: pytest.FixtureRequest, layer: Path) -> Backend:
     """The backends that isolate."""
+    return _backend(request.param, request, layer)
+
+
+@pytest.fixture(params=["bwrap", "docker", "process"])
+def local(request: pytest.FixtureRequest, layer: Path) -> Backend:
+    """The backends whose sandboxes end with this very process."""
+    return _backend(request.param, request, layer)
+
+
+@pytest.fixture(params=["bwrap", "docker"])
+def sharing(request: pytest.FixtureRequest, layer: Path) -> Backend:
+    """The backends that isolate and can share a directory of this machine."""
     return _backend(request.param, request, layer)
 
 

@@ -15,12 +15,15 @@ from skyrl_jax.core.protocols import SandboxSpec
 from skyrl_jax.sandbox.bwrap import BwrapProvider
 from skyrl_jax.sandbox.docker import DockerProvider
 from skyrl_jax.sandbox.process import ProcessProvider
+from skyrl_jax.sandbox.remote import RemoteProvider
+from tests.sandbox.hosts import TOKEN
 
 
 async def own(backend: str, image: str, cache: str, layer: str, host: str) -> None:
     providers = {
         "bwrap": lambda: BwrapProvider(run_id="owner", cache_dir=Path(cache)),
         "docker": lambda: DockerProvider(run_id="owner", cache_dir=Path(cache), host=host),
+        "remote": lambda: RemoteProvider(host, token=TOKEN),
         "process": lambda: ProcessProvider(run_id="owner", cache_dir=Path(cache)),
     }
     spec = SandboxSpec(image=image, layers=(layer,), workdir="/testbed", best_effort=True)

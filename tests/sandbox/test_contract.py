@@ -14,6 +14,7 @@ import pytest
 from skyrl_jax.core.errors import AgentCausedError, CapacityError, DataError, SandboxGone
 from skyrl_jax.core.protocols import ExecResult, SandboxSpec
 from skyrl_jax.sandbox.fake import FakeProvider
+from skyrl_jax.sandbox.snapshot import FileSnapshots
 from skyrl_jax.sandbox.wire import pack_files, unpack_files
 from tests.sandbox.conftest import Backend
 
@@ -279,6 +280,35 @@ def test_upper_layers_win_and_writes_stay_inside(backend: Backend, tmp_path: Pat
     asyncio.run(run())
     assert sorted(os.listdir(top / "testbed")) == ["a.txt", "b.txt"]
     assert os.listdir(backend.spec().layers[0] + "/testbed") == ["a.txt"]
+
+
+def test_snapshots(backend: Backend) -> None:
+    """What was written, removed, linked and made executable comes back, in as many as one likes."""
+    change = (
+        "echo two > b.txt; rm a.txt; mkdir -p d/e; ln -s ../b.txt d/link; printf x > 'd/a b'; "
+        "chmod 750 'd/a b'; mkfifo d/pipe; head -c 300000 /dev/urandom > big"
+    )
+    look = "find . -printf '%p %y %m %l\n' | sort; cat b.txt d/link; sha256sum big"
+
+    async def run() -> None:
+        spec = backend.spec()
+        async with backend.make() as provider:
+            snapshots = FileSnapshots(provider)
+            box = await provider.create(spec)
+            done = await box.exec(change)
+            assert done.returncode == 0, done
+            before = (await box.exec(look)).output
+            taken = await snapshots.snapshot(box, spec)
+            await box.exec("rm -rf ./*")  # what comes later is not in it
+            await box.destroy()
+            one, other = [await snapshots.restore(taken) for _ in "ab"]
+            assert (await one.exec(look)).output == before.replace("./d/pipe p 644 \n", "")
+            await one.exec("echo mine > b.txt")
+            assert (await other.exec("cat b.txt")).output == "two\n"
+            with pytest.raises(AgentCausedError, match="more than 1000 bytes"):
+                await FileSnapshots(provider, max_bytes=1000).snapshot(other, spec)
+
+    asyncio.run(run())
 
 
 def test_the_fake_keeps_the_contract(layer: Path) -> None:

@@ -21,6 +21,7 @@ from skyrl_jax.sandbox import images, native_build, wire
 from skyrl_jax.sandbox.bwrap import BwrapProvider
 from skyrl_jax.sandbox.docker import DockerProvider
 from skyrl_jax.sandbox.factory import make_provider
+from skyrl_jax.sandbox.pool import WarmPool
 from skyrl_jax.sandbox.process import ProcessProvider
 from tests.sandbox.conftest import CACHE, Backend
 
@@ -160,8 +161,8 @@ def test_a_docker_daemon_that_goes_away_is_the_hosts_fault(
 def test_docker_refuses_what_it_cannot_do(docker: Backend) -> None:
     async def run() -> None:
         async with docker.make() as provider:
-            with pytest.raises(ImageError, match="no-such-image"):
-                await provider.create(docker.spec(image="no-such-image:never"))
+            with pytest.raises(ImageError, match="skyrl-none"):
+                await provider.create(docker.spec(image="skyrl-none:never"))
             with pytest.raises(ImageError, match="no-such-layer"):
                 await provider.create(docker.spec(layers=("/no-such-layer",)))
             with pytest.raises(InfraError, match="disk"):
@@ -181,6 +182,12 @@ CONFIG = SandboxConfig(
     command_timeout_s=1.0,
     lifetime_s=1.0,
     best_effort=False,
+    warm=0,
+    warm_creates=1,
+    docker_runtime="",
+    docker_read_only=False,
+    docker_connections=16,
+    docker_timeout_s=60.0,
 )
 
 
@@ -193,6 +200,8 @@ def test_the_factory_makes_what_the_configuration_names() -> None:
             made = make_provider(config, run_id="r", cache_dir=CACHE)
         assert isinstance(made, kind) and made.live == 0
         assert ("no isolation" in str([w.message for w in caught])) == (backend == "process")
+    warm = make_provider(dataclasses.replace(CONFIG, warm=2), run_id="r", cache_dir=CACHE)
+    assert isinstance(warm, WarmPool) and isinstance(warm.inner, BwrapProvider)
     with pytest.raises(ConfigError, match=r"sandbox\.backend"):
         make_provider(dataclasses.replace(CONFIG, backend="podman"), run_id="r", cache_dir=CACHE)
 
@@ -213,11 +222,11 @@ def test_a_container_that_comes_too_late_is_removed(
     ours, theirs = socket.socketpair()
     removed: list[str] = []
 
-    def prepare(spec: SandboxSpec) -> tuple[str, socket.socket]:
+    def make(spec: SandboxSpec) -> tuple[str, socket.socket]:
         time.sleep(0.5)
         return "late", ours
 
-    monkeypatch.setattr(provider, "prepare", prepare)
+    monkeypatch.setattr(provider, "make", make)
     monkeypatch.setattr(provider, "remove", removed.append)
 
     async def run() -> None:

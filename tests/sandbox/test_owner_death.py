@@ -77,16 +77,16 @@ def start_owner(backend: Backend, host: str, owners: Owners) -> subprocess.Popen
 
 
 def test_nothing_is_left_when_the_owner_is_killed(
-    backend: Backend, daemon: str, owners: Owners
+    local: Backend, daemon: str, owners: Owners
 ) -> None:
-    owner = start_owner(backend, daemon, owners)
+    owner = start_owner(local, daemon, owners)
     os.kill(owner.pid, signal.SIGKILL)
     owner.wait(timeout=10)
     deadline = time.monotonic() + 15
     while (left := leftovers(owner.pid)) and time.monotonic() < deadline:
         time.sleep(0.05)
     assert left == []
-    if backend.kind == "docker":
+    if local.kind == "docker":
         listed = ["docker", "-H", daemon, "ps", "-aq", "--filter", f"name=skyrl-owner-{owner.pid}-"]
         while subprocess.run(listed, capture_output=True, timeout=30).stdout:
             assert time.monotonic() < deadline
@@ -362,6 +362,7 @@ def test_the_process_backend_removes_the_folders_of_dead_owners(
     others = {"skyrl-process-plain", "unrelated.run.4194304.1.abcdef"}
     for name in others:
         (tmp_path / name).mkdir()
+    others.add(f"skyrl-sandboxes-{os.geteuid()}")
     backend = Backend("process", quiet_process_provider, "", layer)
 
     async def run() -> None:
@@ -375,3 +376,34 @@ def test_the_process_backend_removes_the_folders_of_dead_owners(
 
     asyncio.run(run())
     assert set(os.listdir(tmp_path)) == others | {"layer"}
+
+
+JOB = """
+import asyncio, pathlib, sys
+sys.argv = ["job"]
+from launchers.common import run_async, run_main
+
+async def work():
+    try:
+        print("running", flush=True)
+        await asyncio.sleep(60)
+    finally:
+        await asyncio.sleep(0.05)
+        print("closed", flush=True)
+
+run_main(lambda argv: run_async(work()))
+"""
+
+
+@pytest.mark.parametrize("ending", [signal.SIGINT, signal.SIGTERM])
+def test_a_job_that_is_stopped_closes_what_it_opened(ending: signal.Signals) -> None:
+    """The launchers' jobs; SIGTERM is as good as Ctrl-C."""
+    job = subprocess.Popen(
+        [sys.executable, "-c", JOB], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=REPO,
+        text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    assert job.stdout is not None and job.stdout.readline() == "running\n"
+    job.send_signal(ending)
+    out, errors = job.communicate(timeout=30)
+    assert (out, errors, job.returncode) == ("closed\n", "stopped\n", 130)

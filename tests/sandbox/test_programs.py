@@ -55,20 +55,20 @@ async def door(path: Path) -> AsyncIterator[list[int]]:
         yield callers
 
 
-def test_a_program_has_a_uid_of_its_own_on_the_host(isolated: Backend, folder: Path) -> None:
+def test_a_program_has_a_uid_of_its_own_on_the_host(sharing: Backend, folder: Path) -> None:
     async def run() -> None:
-        async with isolated.make() as provider, door(folder) as callers:
+        async with sharing.make() as provider, door(folder) as callers:
             uid = provider.program_uid
             folder.chmod(0o755)
-            program = await provider.create(isolated.spec(shared=str(folder), user=2))
-            command = await provider.create(isolated.spec(shared=str(folder)))
+            program = await provider.create(sharing.spec(shared=str(folder), user=2))
+            command = await provider.create(sharing.spec(shared=str(folder)))
             assert (await program.exec("id -u; id -g")).output == "2\n2\n"
             assert (await command.exec("id -u")).output == "1\n"
             for box in (program, command):
                 done = await box.exec(["python3", "-S", "-c", CALL])
                 assert done.returncode == 0, done.output
             assert callers[0] == uid and callers[1] != uid
-            if isolated.kind == "bwrap":
+            if sharing.kind == "bwrap":
                 assert callers == [PROGRAM_UID, AGENT_UID]
             status = (await program.exec("grep -E 'Cap|NoNew' /proc/self/status")).output
             assert "NoNewPrivs:\t1" in status and status.count("0" * 16) >= 4
@@ -78,10 +78,10 @@ def test_a_program_has_a_uid_of_its_own_on_the_host(isolated: Backend, folder: P
     asyncio.run(run())
 
 
-def test_what_is_shared_can_be_read_and_not_written(isolated: Backend, folder: Path) -> None:
+def test_what_is_shared_can_be_read_and_not_written(sharing: Backend, folder: Path) -> None:
     async def run() -> None:
         folder.chmod(0o755)
-        async with isolated.box(shared=str(folder), user=2) as box:
+        async with sharing.box(shared=str(folder), user=2) as box:
             assert (await box.exec(f"cat {SHARED}/note.txt")).output == "hello\n"
             done = await box.exec(f"echo x > {SHARED}/new; echo y > {SHARED}/note.txt")
             assert done.returncode != 0
@@ -89,7 +89,7 @@ def test_what_is_shared_can_be_read_and_not_written(isolated: Backend, folder: P
             assert (folder / "note.txt").read_text() == "hello\n"
             (folder / "later.txt").write_text("later\n")  # it is the folder, not a copy
             assert (await box.exec(f"cat {SHARED}/later.txt")).output == "later\n"
-        async with isolated.box() as box:  # and without it there is nothing to be seen
+        async with sharing.box() as box:  # and without it there is nothing to be seen
             assert (await box.exec(f"ls -A {SHARED} 2>/dev/null; true")).output == ""
 
     asyncio.run(run())
@@ -109,13 +109,13 @@ def test_a_folder_below_closed_ones_can_be_shared(bwrap: Backend, folder: Path) 
     asyncio.run(run())
 
 
-def test_other_uids_and_missing_folders_are_refused(isolated: Backend, folder: Path) -> None:
+def test_other_uids_and_missing_folders_are_refused(sharing: Backend, folder: Path) -> None:
     async def run() -> None:
-        async with isolated.make() as provider:
+        async with sharing.make() as provider:
             with pytest.raises(InfraError, match="no uid 3"):
-                await provider.create(isolated.spec(user=3))
+                await provider.create(sharing.spec(user=3))
             with pytest.raises(ImageError, match="nowhere"):
-                await provider.create(isolated.spec(shared=str(folder / "nowhere")))
+                await provider.create(sharing.spec(shared=str(folder / "nowhere")))
             assert provider.live == 0
 
     asyncio.run(run())
@@ -142,7 +142,7 @@ def test_a_plain_user_has_no_second_uid(monkeypatch: pytest.MonkeyPatch) -> None
         asyncio.run(provider.create(SandboxSpec(image="", user=2)))
 
 
-def test_a_client_speaks_http_through_the_shared_socket(isolated: Backend, folder: Path) -> None:
+def test_a_client_speaks_http_through_the_shared_socket(sharing: Backend, folder: Path) -> None:
     """The forwarder (agents/guest/start.py) where it is used: loopback up, network off."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -162,7 +162,7 @@ def test_a_client_speaks_http_through_the_shared_socket(isolated: Backend, folde
         folder.chmod(0o755)
         server = await asyncio.start_unix_server(answer, path=str(folder / "v1.sock"))
         (folder / "v1.sock").chmod(0o666)
-        async with server, isolated.box(shared=str(folder), user=2) as box:
+        async with server, sharing.box(shared=str(folder), user=2) as box:
             start = ["python3", "-S", "-E", f"{SHARED}/start.py", f"{SHARED}/v1.sock"]
             done = await box.exec([*start, "python3", "-c", fetch])
             assert (done.returncode, done.output) == (0, "hello\n")

@@ -123,7 +123,7 @@ def test_patches_that_cheat_pytest_get_no_reward(name):
 
 @pytest.mark.xdist_group("real-rows")
 @pytest.mark.parametrize("name", [name for name in LITE_IDS if "marshmallow" in name])
-def test_a_right_repair_counts_though_the_agent_removed_the_tests(name):
+def test_a_right_repair_counts_though_the_agent_broke_the_tests(name):
     suite = real_suite(LITE, [name], CACHE / "swe")
     (task,) = suite.tasks("all")
 
@@ -134,14 +134,12 @@ def test_a_right_repair_counts_though_the_agent_removed_the_tests(name):
         await environment.step([bash("rm -r tests/test_fields.py; echo 'x = (' > tests/base.py")])
         diff = await environment.submission()
         await environment.close()
-        broken = await suite.reward(task, diff, provider)
-        parts = diff.split("diff --git ")
-        kept = "diff --git ".join(part for part in parts if "tests/base.py" not in part)
-        return broken, await suite.reward(task, kept, provider)
+        return diff, await suite.reward(task, diff, provider)
 
-    broken, kept = in_bwrap(work, 250.0)
-    assert broken.verdict == "unresolved"  # it broke what the tests import
-    assert kept.verdict == "resolved"  # its test file was restored
+    diff, score = in_bwrap(work, 250.0)
+    assert "tests/base.py" in diff and "tests/test_fields.py" in diff
+    # its test file comes from the trusted copy, and so does what the tests import beside them
+    assert score.verdict == "resolved" and score.breakdown["confirmed"] == 1
 
 
 def test_excluded_tests_are_left_out_and_counted(sympy_file):

@@ -26,6 +26,12 @@ SANDBOX = SandboxConfig(
     command_timeout_s=20.0,
     lifetime_s=300.0,
     best_effort=True,
+    warm=0,
+    warm_creates=1,
+    docker_runtime="",
+    docker_read_only=False,
+    docker_connections=16,
+    docker_timeout_s=60.0,
 )
 
 

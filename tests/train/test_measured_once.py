@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from rich.console import Console
 
 from configs.swe import get_config
+from skyrl_jax.actor.episodes import run_episode
 from skyrl_jax.agents.scripted import SUBMIT
 from skyrl_jax.core.config import parse_config
 from skyrl_jax.train.loop import Run, measure, train
@@ -93,6 +94,7 @@ def test_a_step_is_measured_once_and_only_where_it_is_due(tmp_path):
         generator=TextGenerator(RENDERER, answer),
         agent=agent,
         serve=serve,
+        run=run_episode,
     )
     policy = Learner()
     live = Run(

@@ -10,6 +10,7 @@ from configs.swe import get_config
 from skyrl_jax.actor.collect import Collected
 from skyrl_jax.batching.minibatch import sampled_tokens
 from skyrl_jax.core.config import parse_config
+from skyrl_jax.core.protocols import SandboxSpec
 from skyrl_jax.core.types import Status, Task, TrajectoryGroup
 from skyrl_jax.train.curriculum import Curriculum, Seen, draw
 from skyrl_jax.train.state import HostState
@@ -37,10 +38,14 @@ class Learner:
         return {}
 
 
-def played(members_of):
-    """Return (host after, metrics, tasks) of step 30; ``members_of(at)``: a task's trajectories."""
+def played(members_of, every=2, provider=None):
+    """Return (host after, metrics, tasks) of step 30; ``members_of(at)``: a task's trajectories.
+
+    ``every``: config.eval.every.
+    """
     config = parse_config(get_config("quickstart").to_dict())
     config = replace(config, rollout=replace(config.rollout, tasks_per_step=4, samples_per_task=2))
+    config = replace(config, eval=replace(config.eval, every=every))
     drawn: list[str] = []
 
     async def play(world, tasks, step, on_progress):
@@ -55,9 +60,11 @@ def played(members_of):
     async def serve(params, number):
         return {"publish_gb_per_s": 0.5}
 
-    world = SimpleNamespace(
-        config=config, suite=SimpleNamespace(tasks=lambda split: TASKS), serve=serve
+    suite = SimpleNamespace(
+        tasks=lambda split: TASKS,
+        upcoming=lambda task: (SandboxSpec(image=task.task_id),) * 2,
     )
+    world = SimpleNamespace(config=config, suite=suite, provider=provider, serve=serve)
     host = HostState(step=29, curriculum=BEFORE)
     outcome = asyncio.run(run_step(world, Learner(), host, play=play))
     return outcome.host, outcome.metrics, drawn
@@ -97,3 +104,27 @@ def test_a_task_is_remembered_by_the_rewards_it_trains_with():
     assert metrics["resolved_rate"] == 1.0, "what is reported stays the graded result"
     assert host.curriculum.seen is not None
     assert {host.curriculum.seen[int(name[1:])].rate for name in drawn} == {0.5}
+
+
+class Told:
+    """A provider with a warm pool: writes down what it is told."""
+
+    def __init__(self):
+        self.calls = []
+
+    def prepare(self, spec, count):
+        self.calls.append((spec.image, count))
+
+
+def test_the_next_steps_sandboxes_are_announced_while_the_learner_works():
+    def members(at):
+        return group([1, 0], task=f"t{at}").trajectories
+
+    told = Told()
+    host, _, _ = played(members, every=7, provider=told)
+    share = (4, parse_config(get_config("quickstart").to_dict()).rollout.revisit_fraction)
+    again, fresh, _ = draw(host.curriculum, TOTAL, *share, 0, 31)
+    assert told.calls == [(f"t{at}", 2 * 2) for at in (*again, *fresh)]  # samples x sandboxes
+    told = Told()
+    played(members, every=30, provider=told)  # an evaluation comes first: other tasks
+    assert told.calls == []

@@ -1,8 +1,8 @@
 /* The sandbox's supervisor: runs one command at a time and leaves nothing of it behind.
  *
  * Requests arrive on fd 0, replies leave on fd 1 (see wire.h). Request payload:
- *   u8 kind ('E' run, 'P' put tree, 'G' get tree, 'C' cancel the running one), u32 id, and for all
- *   but 'C': u32 timeout_ms, u32 head_cap, u32 tail_cap, u32 num_args, u32 num_env, u32 stdin_len,
+ *   u8 kind ('E' run, 'P' put tree, 'G' get tree, 'C' cancel the running one, 'N' nothing: answered
+ *   at once), u32 id, and for all but 'C' and 'N': u32 timeout_ms, u32 head_cap, u32 tail_cap, u32 num_args, u32 num_env, u32 stdin_len,
  *   then NUL-ended strings cwd, args, env, then the stdin bytes.
  * Reply payload: 'R', u32 id, i32 code, u32 flags, u64 microseconds, u64 total output bytes,
  *   u32 head length, u32 tail length, head, tail. The first frame sent is 'H'.
@@ -32,6 +32,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include "filter.h"
 #include "wire.h"
 
 enum { MODE_PID1, MODE_PIDNS, MODE_SUBREAPER };
@@ -41,7 +42,7 @@ enum { TIMED_OUT = 1, TRUNCATED = 2, CANCELLED = 4, STUCK = 8 };
 #define REQUEST_HEAD 29
 
 static int mode = MODE_PID1, channel_in, channel_out;
-static long uid = -1, limit_nproc = -1, limit_as = -1, limit_fsize = -1;
+static long uid = -1, limit_nproc = -1, limit_as = -1, limit_fsize = -1, life_s = -1;
 static sigset_t idle_mask; /* the mask during ppoll: SIGCHLD let through */
 
 struct request {
@@ -69,7 +70,7 @@ static int parse(struct request *r, uint32_t length) {
     memset(&r->id, 0, sizeof r->id);
     r->kind = r->frame[0];
     memcpy(&r->id, r->frame + 1, 4);
-    if (r->kind == 'C') return 0;
+    if (r->kind == 'C' || r->kind == 'N') return 0;
     if (length < REQUEST_HEAD) return -1;
     memcpy(&r->timeout_ms, r->frame + 5, 24);
     char *at = r->frame + REQUEST_HEAD, *end = r->frame + length;
@@ -119,7 +120,9 @@ static void drop_capabilities(void) {
 static void drop_privileges(void) {
     if (uid >= 0 && (setgroups(0, NULL) || setresgid(uid, uid, uid) || setresuid(uid, uid, uid)))
         fail_child("cannot change the user");
-    if (mode != MODE_SUBREAPER) drop_capabilities();
+    if (mode == MODE_SUBREAPER) return;
+    drop_capabilities();
+    if (install_filter()) fail_child("cannot filter system calls");
 }
 
 static void prefer_for_oom(void) {
@@ -339,6 +342,7 @@ static int open_pipes(const struct request *r, int in[2], int out[2]) {
 
 static int serve_one(const struct request *r) {
     int in[2], out[2], rc;
+    if (r->kind == 'N') return reply(r, &(struct run){.ended = 1}, &(struct output){0}, 0);
     struct output o = {malloc(r->head_cap + 1), malloc(r->tail_cap + 1), r->head_cap,
                        r->tail_cap, 0, 0};
     if (!o.head || !o.tail || open_pipes(r, in, out)) return -1;
@@ -361,6 +365,12 @@ static int serve_one(const struct request *r) {
     return rc;
 }
 
+/* As PID 1 it takes everything of its namespace along. */
+static void on_life_over(int number) {
+    (void)number;
+    _exit(4);
+}
+
 static void read_options(int argc, char **argv) {
     for (int i = 1; i + 1 < argc; i += 2) {
         const char *name = argv[i], *value = argv[i + 1];
@@ -371,6 +381,7 @@ static void read_options(int argc, char **argv) {
         else if (!strcmp(name, "--nproc")) limit_nproc = atol(value);
         else if (!strcmp(name, "--as")) limit_as = atol(value);
         else if (!strcmp(name, "--fsize")) limit_fsize = atol(value);
+        else if (!strcmp(name, "--life")) life_s = atol(value);
     }
 }
 
@@ -385,6 +396,11 @@ int main(int argc, char **argv) {
     struct sigaction action = {.sa_handler = on_child};
     sigaction(SIGCHLD, &action, NULL);
     signal(SIGPIPE, SIG_IGN);
+    if (life_s > 0) {
+        struct sigaction over = {.sa_handler = on_life_over};
+        sigaction(SIGALRM, &over, NULL);
+        alarm(life_s);
+    }
     sigset_t child;
     sigemptyset(&child);
     sigaddset(&child, SIGCHLD);

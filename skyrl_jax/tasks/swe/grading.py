@@ -31,16 +31,21 @@ class Report:
     """What the parent process says: how the tests ended, its exit code, and facts where it has any.
 
     ``facts`` is ``None`` for foreign test programs (the parent sees only their exit code).
+    ``changed``: which hidden tests have an expected value that can be changed (second_look.py).
     """
 
     state: str
     code: int
     facts: Mapping[str, str] | None
+    changed: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expectation:
-    """What a grading must show. ``excluded``: PASS_TO_PASS tests left out of an approximate row."""
+    """What a grading must show.
+
+    ``changeable``: the ids of each test that the "change" operation names.
+    """
 
     fail_to_pass: tuple[str, ...]
     pass_to_pass: tuple[str, ...]
@@ -48,6 +53,7 @@ class Expectation:
     nonce: str
     parent_facts: bool = True
     extra: Mapping[str, object] = field(default_factory=dict)
+    changeable: tuple[tuple[str, ...], ...] = ()
 
 
 def parse_report(log: str, nonce: str, parent_facts: bool) -> Report | None:
@@ -59,14 +65,17 @@ def parse_report(log: str, nonce: str, parent_facts: bool) -> Report | None:
     parts = head.split(" ")
     if len(parts) != 3 or parts[0] != nonce or not parts[2].lstrip("-").isdigit():
         return None
-    found = {}
+    found, changed = {}, []
     for fact in facts:
         event, _, name = fact.partition(" ")
-        if event not in _EVENTS:
+        if event == "C" and name.isdecimal() and name.isascii():
+            changed.append(int(name))
+        elif event in _EVENTS:
+            found[name] = _EVENTS[event]
+        else:
             return None
-        found[name] = _EVENTS[event]
     facts_found = with_first_words(found) if parent_facts else None
-    return Report(state=parts[1], code=int(parts[2]), facts=facts_found)
+    return Report(state=parts[1], code=int(parts[2]), facts=facts_found, changed=tuple(changed))
 
 
 def judge(result: ExecResult, statuses: Mapping[str, str], expectation: Expectation) -> Score:

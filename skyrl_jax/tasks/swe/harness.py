@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from skyrl_jax.core.errors import DataError
 from skyrl_jax.tasks.swe.diffs import touched_paths
@@ -13,6 +13,7 @@ from skyrl_jax.tasks.swe.grading import Canaries, Expectation
 from skyrl_jax.tasks.swe.logs import PARSERS
 from skyrl_jax.tasks.swe.reward import Grading, Operation, make_nonce
 from skyrl_jax.tasks.swe.rows import SweRow
+from skyrl_jax.tasks.swe.second_look import change_values, places
 
 # -S and -E keep the image's site-packages, sitecustomize and environment out of the test process;
 # the test program is imported before the tree is on the path, so that the tree cannot shadow it.
@@ -84,19 +85,51 @@ class Harness:
         return Canaries(passing=ids[good], failing=ids[bad]), path, text
 
 
-def harness_grading(row: SweRow, harness: Harness, diff: str, excluded: Sequence[str]) -> Grading:
+def harness_grading(
+    row: SweRow, harness: Harness, diff: str, excluded: Sequence[str] | None
+) -> Grading:
     """Plan the grading of a real row: the files of test_patch are restored, then it is applied.
+
+    What passes is looked at a second time, with expected values changed (second_look.py).
 
     Args:
         row: the task.
         harness: how its tests run.
         diff: the submission.
-        excluded: PASS_TO_PASS tests that the approximate tree cannot run.
+        excluded: PASS_TO_PASS tests that the approximate tree cannot run; ``None``: the tree is the
+            row's own.
     """
     paths = touched_paths(row.test_patch)
     tests = [path for path in paths if path.endswith(".py") and _is_test(path)]
     if not tests:
         raise DataError(f"{row.instance_id}: field 'test_patch' touches no Python test file")
+    where = places(harness.kind, row.fail_to_pass, tests)
+    kept, changed = change_values(tuple(where))
+    expectation = Expectation(
+        fail_to_pass=row.fail_to_pass,
+        pass_to_pass=tuple(name for name in row.pass_to_pass if name not in set(excluded or ())),
+        canaries=Canaries(passing="", failing=""),
+        nonce="",
+        parent_facts=harness.kind == "pytest",
+        extra={} if excluded is None else {"approximate": True, "p2p_excluded": len(excluded)},
+        changeable=tuple(where.values()),
+    )
+    first, second = (
+        _one_look(row, harness, diff, tests, value, expectation) for value in (kept, changed)
+    )
+    return replace(first, second=second)
+
+
+def _one_look(
+    row: SweRow,
+    harness: Harness,
+    diff: str,
+    tests: Sequence[str],
+    change: bytes,
+    expectation: Expectation,
+) -> Grading:
+    """Plan one run of the tests, with canaries and a nonce of its own."""
+    paths = touched_paths(row.test_patch)
     like = (*row.fail_to_pass, *row.pass_to_pass, *paths)
     canaries, path, text = harness.canaries(tests[0].rpartition("/")[0], like)
     operations: list[Operation] = [("apply", diff.encode("utf-8", "surrogateescape"))]
@@ -104,16 +137,10 @@ def harness_grading(row: SweRow, harness: Harness, diff: str, excluded: Sequence
     operations += [(f"restore {name}", b"") for name in paths]
     operations.append(("apply_tests", row.test_patch.encode()))
     operations.append((f"write {path}", text.encode()))
+    operations.append(("change", change))
     operations.append(("exec", "\0".join(harness.command([*tests, path])).encode()))
-    expectation = Expectation(
-        fail_to_pass=row.fail_to_pass,
-        pass_to_pass=tuple(name for name in row.pass_to_pass if name not in set(excluded)),
-        canaries=canaries,
-        nonce=make_nonce(),
-        parent_facts=harness.kind == "pytest",
-        extra={"approximate": True, "p2p_excluded": len(excluded)},
-    )
-    return Grading(operations=tuple(operations), expectation=expectation)
+    shown = replace(expectation, canaries=canaries, nonce=make_nonce())
+    return Grading(operations=tuple(operations), expectation=shown)
 
 
 def _is_test(path: str) -> bool:

@@ -14,6 +14,7 @@ TOOLS = (
     "swe_check.py",
     "swe_edit.py",
     "swe_grade.py",
+    "swe_change.py",
     "swe_pytest.py",
     "runner.py",
     "edit.py",

@@ -6,20 +6,23 @@ import ast
 import asyncio
 import random
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from skyrl_jax.core.errors import AgentCausedError, InfraError, SandboxTimeout
 from skyrl_jax.core.protocols import ExecResult, Sandbox, SandboxProvider, SandboxSpec
 from skyrl_jax.core.types import Score
 from skyrl_jax.tasks.swe.environment import MAX_DIFF
-from skyrl_jax.tasks.swe.grading import Canaries, Expectation, judge
+from skyrl_jax.tasks.swe.grading import Canaries, Expectation, judge, parse_report
 from skyrl_jax.tasks.swe.rows import SweRow
 from skyrl_jax.tasks.swe.sealed import literal_assert, nearby, seal
+from skyrl_jax.tasks.swe.second_look import judge_again
 
 GRADE = ("python3", "-S", "-E", "../opt/swe/grade.py")
 MAX_LOG = 1 << 20
-CREATE_TIMEOUT_S = 30.0  # of a sandbox to grade in: the host's time, never the submission's
+# Of a sandbox to grade in: the host's time, never the submission's. In a run
+# rollout.create_timeout_s ends the wait before this does.
+CREATE_TIMEOUT_S = 300.0
 
 Operation = tuple[str, bytes]
 
@@ -29,11 +32,13 @@ class Grading:
     """A grading that is ready to run: the operations, and how to read their log.
 
     ``answers``: what sealed tests expect (see sealed.py); it follows the operations.
+    ``second``: the grading that a submission must fail which has passed (second_look.py).
     """
 
     operations: tuple[Operation, ...]
     expectation: Expectation
     answers: str = ""
+    second: Grading | None = None
 
     def request(self) -> bytes:
         """Return what grade.py reads."""
@@ -159,14 +164,46 @@ async def grade(
     Host errors propagate. A sandbox that ends from inside is tried once more, with new canaries;
     then it was the submission's doing and costs it the reward.
     """
+
+    async def run(grading: Grading) -> ExecResult:
+        return await run_operations(provider, spec, grading.request(), timeout_s)
+
     fault: AgentCausedError | None = None
     for _ in range(2):
         grading = plan()
         try:
-            result = await run_operations(provider, spec, grading.request(), timeout_s)
+            result = await run(grading)
         except AgentCausedError as error:
             fault = error
             continue
-        return judge(result, parse(result.output), grading.expectation)
+        score = judge(result, parse(result.output), grading.expectation)
+        if score.value == 1.0 and grading.second is not None:
+            return await _look_again(score, grading, result, run, parse)
+        return score
     verdict = "timeout" if isinstance(fault, SandboxTimeout) else "agent"
     return Score(value=0.0, verdict=verdict, breakdown={"why": str(fault)})
+
+
+async def _look_again(
+    score: Score,
+    grading: Grading,
+    result: ExecResult,
+    run: Callable[[Grading], Awaitable[ExecResult]],
+    parse: Callable[[str], dict[str, str]],
+) -> Score:
+    """Run the second grading of what passed the first, where a hidden test can be changed.
+
+    How it ends does not matter, but for the tests that pass again: a submission cannot tell the
+    two apart, so one that breaks its sandbox does so in the first.
+    """
+    expectation = grading.expectation
+    report = parse_report(result.output, expectation.nonce, expectation.parent_facts)
+    places = report.changed if report else ()
+    changed = [expectation.changeable[at] for at in places if at < len(expectation.changeable)]
+    if not changed or grading.second is None:
+        return score
+    try:
+        again = await run(grading.second)
+    except AgentCausedError:
+        return score
+    return judge_again(score, parse(again.output), changed)

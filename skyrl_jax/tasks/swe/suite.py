@@ -89,6 +89,7 @@ class SweSuite:
         cache: layers and validation results are kept here.
         prepare: gives a layer to the agent's uid (``skyrl_jax.sandbox`` has it); ``None``: nothing.
         trees: {instance id: tree} of the rows that do not bring their own.
+        missing: {instance id: why} of rows whose tree could not be had.
     """
 
     def __init__(
@@ -101,8 +102,10 @@ class SweSuite:
         cache: Path,
         prepare: Callable[[Path], None] | None = None,
         trees: Mapping[str, Tree] | None = None,
+        missing: Mapping[str, str] | None = None,
     ) -> None:
         """Index the rows; no layer is made yet."""
+        self._missing = dict(missing or {})
         self._trees = dict(trees or {})
         self._graded = Once()
         self._agent = agent
@@ -145,6 +148,11 @@ class SweSuite:
             command_timeout_s=self._sandbox.command_timeout_s,
         )
 
+    def upcoming(self, task: Task) -> Sequence[SandboxSpec]:
+        """Return the sandboxes of an episode and its grading; see ``core.protocols.Foreseeing``."""
+        spec = self.spec(task_row(task))
+        return (spec, spec)
+
     async def reward(self, task: Task, submission: str, provider: SandboxProvider) -> Score:
         """Grade a submission in a fresh sandbox from the diff alone; host errors propagate.
 
@@ -157,7 +165,7 @@ class SweSuite:
             return replace(refused, breakdown={**refused.breakdown, **self.facts(task)})
         if tree is None:
             return await self._light_reward(row, submission, provider)
-        harness, excluded = tree.recipe.harness, tuple(tree.recipe.excluded)
+        harness, excluded = tree.recipe.harness, None if tree.image else tuple(tree.recipe.excluded)
         return await grade(
             lambda: harness_grading(row, harness, submission, excluded),
             harness.parse,
@@ -185,6 +193,8 @@ class SweSuite:
         tree = self._trees.get(task_row(task).instance_id)
         if tree is None:
             return {}
+        if tree.image:
+            return {"image": tree.image}
         return {"approximate": True, "p2p_excluded": len(tree.recipe.excluded)}
 
     def spec(self, row: SweRow) -> SandboxSpec:
@@ -193,7 +203,12 @@ class SweSuite:
         Raises:
             ImageError: the row has no tree.
         """
+        if row.instance_id in self._missing:
+            raise ImageError(self._missing[row.instance_id])
         tree = self._trees.get(row.instance_id)
+        if tree is not None and tree.image:
+            path = ":".join(part for part in (tree.path, SANDBOX_ENV["PATH"]) if part)
+            return replace(self._spec, image=tree.image, env={**SANDBOX_ENV, "PATH": path})
         if tree is not None:
             return replace(self._spec, layers=(*tree.layers, *self._spec.layers))
         if "files" not in row.extra:
@@ -201,6 +216,7 @@ class SweSuite:
                 f"{row.instance_id}: no image and no tree; name a PyPI release for it in "
                 "tasks/swe/pypi_trees.toml"
             )
+        make_tools_layer(self._cache)  # in another process than the one that made this suite
         layer = make_layer(self._cache / "layers", row.extra["files"], self._prepare)
         return replace(self._spec, layers=(str(layer), *self._spec.layers))
 

@@ -9,7 +9,6 @@ import compileall
 import hashlib
 import os
 import re
-import shutil
 import subprocess
 import sys
 import tarfile
@@ -22,6 +21,7 @@ from typing import Any
 
 from skyrl_jax.core.errors import DataError, ImageError
 from skyrl_jax.tasks.swe.harness import Harness
+from skyrl_jax.tasks.swe.history import scrub_history
 from skyrl_jax.tasks.swe.layers import build_once
 from skyrl_jax.tasks.swe.repo import WORKDIR
 
@@ -58,11 +58,17 @@ class TreeRecipe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tree:
-    """A tree that is ready: layers for the sandbox (first on top) and its only commit."""
+    """A tree that is ready: layers for the sandbox (first on top) and its only commit.
+
+    ``image``: the row's own container image, which holds the tree itself; such a tree is exact.
+    ``path``: a folder of that image with the task's Python, for PATH.
+    """
 
     recipe: TreeRecipe
     layers: tuple[str, ...]
     commit: str
+    image: str = ""
+    path: str = ""
 
 
 def load_recipes(path: Path = TREES) -> dict[str, TreeRecipe]:
@@ -204,7 +210,6 @@ def _commit(root: Path) -> None:
         ("init", "-q", "-b", "main"),
         ("add", "-A", "--force"),
         ("commit", "-q", "--no-gpg-sign", "-m", "Release"),
-        ("repack", "-a", "-d", "-q"),
     ):
         try:
             subprocess.run(
@@ -219,8 +224,7 @@ def _commit(root: Path) -> None:
         except (OSError, subprocess.SubprocessError) as error:
             text = getattr(error, "stderr", "") or str(error)
             raise ImageError(f"git {command[0]} failed for a task tree: {text.strip()}") from error
-    shutil.rmtree(root / ".git" / "hooks", ignore_errors=True)
-    shutil.rmtree(root / ".git" / "logs", ignore_errors=True)
+    scrub_history(root, (root / ".git" / "refs" / "heads" / "main").read_text().strip())
     (root / ".git" / "info" / "exclude").write_text("__pycache__/\n")
 
 

@@ -39,5 +39,5 @@ def test_the_example_runs_against_a_server(repo_root, tmp_path):
         )
     assert told.returncode == 0, told.stderr
     heard, read = told.stdout.splitlines()
-    assert heard.startswith("the agent reads: '")
+    assert heard.startswith("the agent reads: ")
     assert " prompt tokens, then (" in read

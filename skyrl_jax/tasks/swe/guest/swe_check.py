@@ -125,8 +125,11 @@ def _tests(answers):
     return tests
 
 
-def _close_memory():
-    """Keep the child, which has the same uid, out of this process's memory (PR_SET_DUMPABLE 0)."""
+def close_memory():
+    """Keep children, which have the same uid, out of this process (PR_SET_DUMPABLE 0).
+
+    They can neither read its memory nor open its input: the pipe holds what is not read yet.
+    """
     try:
         import _ctypes  # without ctypes, whose import costs milliseconds
 
@@ -141,7 +144,6 @@ def check(value, read_answers, cpu_s=swe_runner.CPU_S):
 
     ``read_answers()`` is called when the child has ended: nothing expected is in its memory.
     """
-    _close_memory()
     path, head, *calls = value.split("\0")
     facts, state = swe_runner.in_child(lambda sink: _compute(path, head, calls, sink, cpu_s))
     return _judge(path, calls, facts, _tests(read_answers())), state
